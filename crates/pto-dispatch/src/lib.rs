@@ -1,0 +1,1 @@
+//! PreparedWorker: persistent dispatch of PTO programs over any backend.

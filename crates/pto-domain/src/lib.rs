@@ -1,0 +1,1 @@
+//! Retained-domain lifecycle: keys, requests, leases, states, release order.

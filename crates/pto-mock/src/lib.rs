@@ -1,0 +1,1 @@
+//! Emulator backend, fault schedules, journal, mocks and conformance suite for pto.

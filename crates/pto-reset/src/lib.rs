@@ -1,0 +1,1 @@
+//! What must be zeroed before a retained domain is reused: coverage, mappings, plans.
