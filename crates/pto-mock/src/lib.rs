@@ -1,1 +1,3 @@
 //! Emulator backend, fault schedules, journal, mocks and conformance suite for pto.
+
+pub mod fixtures;
