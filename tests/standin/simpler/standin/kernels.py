@@ -1,0 +1,253 @@
+"""The portable kernels: what a chip task can run here.
+
+A kernel is a function of a :class:`Call`. Its argument list is the one that the kernels of the same name take on
+the project's other backends. Words in windows are 32-bit cells; adding to one is atomic across the chip processes,
+and waiting for one gives way instead of spinning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .memory import Device, DeviceFault, Window
+from .types import AccessMode, BackendKind
+
+# The codes under which the runtime reports a kernel's own failure and one stopped by the watchdog.
+FAILED_ON_PURPOSE = -9
+NO_PROGRESS = -100
+
+_FORMATS = {0: "f", 2: "i", 3: "h", 4: "b", 5: "B", 7: "q", 8: "Q", 9: "H", 10: "I"}
+
+
+class KernelFailure(Exception):
+    """A failed task; ends the chip's run lane."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Cells:
+    """32-bit cells of a domain, for one member."""
+
+    def __init__(self, window: Window, call: Call) -> None:
+        self._window, self._call = window, call
+        self.rank, self.ranks = window.rank, window.ranks
+
+    def load(self, rank: int, offset: int) -> int:
+        return struct.unpack("<i", self._window.at(rank, offset, 4))[0]
+
+    def store(self, rank: int, offset: int, value: int) -> None:
+        cell = self._window.at(rank, offset, 4)
+        with self._window.locked():
+            struct.pack_into("<i", cell, 0, _wrapped(value))
+
+    def add(self, rank: int, offset: int, amount: int) -> int:
+        """Adds and returns what was there before."""
+        cell = self._window.at(rank, offset, 4)
+        with self._window.locked():
+            before = struct.unpack_from("<i", cell)[0]
+            struct.pack_into("<i", cell, 0, _wrapped(before + amount))
+        return before
+
+    def wait(self, rank: int, offset: int, bound: int) -> int:
+        """Waits until the cell is at least ``bound``; what it then held."""
+        return self._call.wait(lambda: self.load(rank, offset), bound)
+
+    def bytes(self, rank: int, offset: int, nbytes: int) -> memoryview:
+        return self._window.at(rank, offset, nbytes)
+
+
+def _wrapped(value: int) -> int:
+    return (value + 0x8000_0000) % 0x1_0000_0000 - 0x8000_0000
+
+
+class Call:
+    """One task as its kernel sees it."""
+
+    def __init__(self, device: Device, imports: Any, tensors: Any, scalars: Any, alive: Callable[[], None]) -> None:
+        self._device, self._imports, self._tensors, self._scalars = device, imports, tensors, scalars
+        self._alive = alive
+        self._limit = float(os.environ.get("SIMPLER_SCHEDULER_TIMEOUT_MS", "10000")) / 1000
+
+    def _entry(self, values: Any, i: int) -> Any:
+        # Nobody counts arguments before a real kernel reads past them.
+        if i >= len(values):
+            raise DeviceFault(f"argument {i} of {len(values)}")
+        return values[i]
+
+    def tensor_bytes(self, i: int) -> memoryview:
+        """The bytes that a dense tensor argument spans."""
+        wire = self._entry(self._tensors, i)
+        (_, kind, _, _, body), offset, shapes, strides, dtype = wire
+        size = _FORMATS_SIZE[dtype]
+        nbytes = (sum((n - 1) * s for n, s in zip(shapes, strides)) + 1) * size
+        if kind in (BackendKind.DEVICE_MALLOC, BackendKind.VMM_WINDOW):
+            return self._device.view(int.from_bytes(body, "little") + offset, nbytes)
+        return self._imports.view(wire[0])[offset : offset + nbytes]
+
+    def tensor(self, i: int) -> memoryview:
+        """A tensor argument as its elements."""
+        dtype = self._entry(self._tensors, i)[4]
+        view = self.tensor_bytes(i)
+        if dtype not in _FORMATS:
+            raise KernelFailure(FAILED_ON_PURPOSE)
+        try:
+            return view.cast(_FORMATS[dtype])
+        except TypeError:
+            return view
+
+    def words(self, i: int) -> memoryview:
+        """A tensor argument as 32-bit signed words."""
+        return self.tensor_bytes(i).cast("B").cast("i")
+
+    def scalar(self, i: int) -> int:
+        return self._entry(self._scalars, i)
+
+    def signed(self, i: int) -> int:
+        value = self.scalar(i)
+        return value - (1 << 64) if value >> 63 else value
+
+    def domain(self, i: int) -> Cells:
+        """The domain whose device context is scalar ``i``."""
+        return Cells(self._device.domain(self.scalar(i)), self)
+
+    def host_word(self, i: int) -> ctypes.c_int32:
+        """A word of host memory whose address is scalar ``i``: memory that was shared before the start."""
+        return ctypes.c_int32.from_address(self.scalar(i))
+
+    def wait(self, read: Callable[[], int], bound: int) -> int:
+        """Waits until ``read`` gives at least ``bound``; the watchdog ends a wait that nothing ends."""
+        deadline = time.monotonic() + self._limit
+        pause = 0.0001
+        while True:
+            value = read()
+            if value >= bound:
+                return value
+            self._alive()
+            if time.monotonic() > deadline:
+                raise KernelFailure(NO_PROGRESS)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.002)
+
+
+_FORMATS_SIZE = {0: 4, 1: 2, 2: 4, 3: 2, 4: 1, 5: 1, 6: 2, 7: 8, 8: 8, 9: 2, 10: 4, 12: 1, 13: 1, 14: 1}
+
+KERNELS: dict[str, Callable[[Call], None]] = {}
+SIGNATURES: dict[str, tuple[list[str], int]] = {}
+
+
+def kernel(tensors: list[str], scalars: int) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
+    """Enters a function into the table of kernels, with the signature that it is normally registered with."""
+
+    def enter(function: Callable[[Call], None]) -> Callable[[Call], None]:
+        KERNELS[function.__name__] = function
+        SIGNATURES[function.__name__] = (tensors, scalars)
+        return function
+
+    return enter
+
+
+@kernel(["OUT"], 1)
+def pto_store(call: Call) -> None:
+    """Tensor 0: out. Scalar 0: v. ``out[i] = v + i``."""
+    out, value = call.words(0), call.signed(0)
+    for i in range(len(out)):
+        out[i] = _wrapped(value + i)
+
+
+@kernel(["IN", "OUT"], 1)
+def pto_add(call: Call) -> None:
+    """Tensors: in, out. Scalar 0: amount. ``out[i] = in[i] + amount``."""
+    source, out, amount = call.words(0), call.words(1), call.signed(0)
+    for i in range(len(source)):
+        out[i] = _wrapped(source[i] + amount)
+
+
+@kernel(["IN", "OUT"], 0)
+def pto_copy(call: Call) -> None:
+    """Tensors: in, out. ``out = in``, as bytes."""
+    source, out = call.tensor_bytes(0), call.tensor_bytes(1)
+    if source.nbytes > out.nbytes:
+        raise DeviceFault(f"{source.nbytes} bytes into {out.nbytes}")
+    out[: source.nbytes] = source
+
+
+@kernel([], 4)
+def pto_signal(call: Call) -> None:
+    """Scalars: rank, byte offset, amount, context. Adds the amount to that rank's cell."""
+    call.domain(3).add(call.scalar(0), call.scalar(1), call.signed(2))
+
+
+@kernel(["OUT"], 3)
+def pto_await(call: Call) -> None:
+    """Tensor 0: out. Scalars: byte offset, bound, context. Waits for the own cell, reports it."""
+    cells = call.domain(2)
+    call.words(0)[0] = cells.wait(cells.rank, call.scalar(0), call.signed(1))
+
+
+@kernel(["OUT"], 3)
+def pto_handshake(call: Call) -> None:
+    """Tensor 0: out. Scalars: byte offset, bound, context.
+
+    Rank r adds r + 1 to the next rank's cell, waits until its own is at least the bound, and reports it: two ranks
+    and a fresh window give [2, 1] with bound 1.
+    """
+    cells, offset = call.domain(2), call.scalar(0)
+    cells.add((cells.rank + 1) % cells.ranks, offset, cells.rank + 1)
+    call.words(0)[0] = cells.wait(cells.rank, offset, call.signed(1))
+
+
+@kernel(["IN", "OUT"], 3)
+def pto_allreduce(call: Call) -> None:
+    """Tensors: in, out. Scalars: payload offset, arrivals offset, context. ``out`` is the sum over all ranks."""
+    source, out, cells = call.words(0), call.words(1), call.domain(2)
+    payload, arrivals = call.scalar(0), call.scalar(1)
+    nbytes = source.nbytes
+    cells.bytes(cells.rank, payload, nbytes)[:] = source.cast("B")
+    for rank in range(cells.ranks):
+        cells.add(rank, arrivals, 1)
+    cells.wait(cells.rank, arrivals, cells.ranks)
+    parts = [cells.bytes(rank, payload, nbytes).cast("i") for rank in range(cells.ranks)]
+    for i in range(len(source)):
+        out[i] = _wrapped(sum(part[i] for part in parts))
+
+
+@kernel(["OUT"], 1)
+def pto_wait_cell(call: Call) -> None:
+    """Tensor 0: out. Scalar 0: address of a host word. Waits until it is at least 1, reports it."""
+    word = call.host_word(0)
+    call.words(0)[0] = call.wait(lambda: word.value, 1)
+
+
+@kernel(["OUT"], 3)
+def pto_wait_window(call: Call) -> None:
+    """As :func:`pto_await`; somebody outside the run ends the wait, through the memory behind the window."""
+    pto_await(call)
+
+
+@kernel(["OUT"], 0)
+def pto_fail(call: Call) -> None:
+    """Reports a fatal error."""
+    raise KernelFailure(FAILED_ON_PURPOSE)
+
+
+@kernel(["OUT"], 0)
+def pto_crash(call: Call) -> None:
+    """Ends the chip process by a segmentation fault."""
+    raise DeviceFault("crashed on purpose")
+
+
+@kernel([], 0)
+def pto_exit(call: Call) -> None:
+    """Ends the chip process at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+__all__ = ["KERNELS", "SIGNATURES", "AccessMode", "Call", "Cells", "KernelFailure", "kernel"]
