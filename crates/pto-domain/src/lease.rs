@@ -83,6 +83,14 @@ type Build<'b> = PhantomData<fn(&'b ()) -> &'b ()>;
 /// fn shorten<'outer: 'inner, 'inner>(lease: Lease<'outer>) -> Lease<'inner> { lease }
 /// ```
 ///
+/// so leases of two builds never mix:
+///
+/// ```compile_fail
+/// use pto_domain::Lease;
+/// fn build(builder: impl for<'b> FnOnce(Lease<'b>)) {}
+/// build(|outer| build(|inner| drop([outer, inner])));
+/// ```
+///
 /// What does compile is taking values out:
 ///
 /// ```

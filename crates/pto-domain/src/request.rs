@@ -91,7 +91,7 @@ pub enum Difference {
         now: u64,
     },
     /// The number of named buffers.
-    BufferCount {
+    NumberOfBuffers {
         /// At allocation.
         first: usize,
         /// In this request.
@@ -116,7 +116,7 @@ pub enum Difference {
         now: Arc<str>,
     },
     /// The element count of a buffer.
-    BufferCountOf {
+    BufferCount {
         /// Position of the buffer.
         index: usize,
         /// At allocation.
@@ -140,14 +140,14 @@ impl fmt::Display for Difference {
         match self {
             Self::Workers { first, now } => write!(f, "workers were {first:?}, are now {now:?}"),
             Self::WindowBytes { first, now } => write!(f, "window_bytes was {first}, is now {now}"),
-            Self::BufferCount { first, now } => write!(f, "number of buffers was {first}, is now {now}"),
+            Self::NumberOfBuffers { first, now } => write!(f, "number of buffers was {first}, is now {now}"),
             Self::BufferName { index, first, now } => {
                 write!(f, "name of buffer {index} was {first:?}, is now {now:?}")
             }
             Self::BufferDtype { index, first, now } => {
                 write!(f, "dtype of buffer {index} was {first:?}, is now {now:?}")
             }
-            Self::BufferCountOf { index, first, now } => {
+            Self::BufferCount { index, first, now } => {
                 write!(f, "count of buffer {index} was {first}, is now {now}")
             }
             Self::BufferBytes { index, first, now } => {
@@ -171,7 +171,7 @@ pub fn difference(first: &DomainRequest, now: &DomainRequest) -> Option<Differen
         return Some(Difference::WindowBytes { first: first.window_bytes, now: now.window_bytes });
     }
     if first.buffers.len() != now.buffers.len() {
-        return Some(Difference::BufferCount { first: first.buffers.len(), now: now.buffers.len() });
+        return Some(Difference::NumberOfBuffers { first: first.buffers.len(), now: now.buffers.len() });
     }
     first.buffers.iter().zip(&now.buffers).enumerate().find_map(|(index, (a, b))| {
         if a.name != b.name {
@@ -181,7 +181,7 @@ pub fn difference(first: &DomainRequest, now: &DomainRequest) -> Option<Differen
             let (first, now) = (Arc::clone(&a.dtype), Arc::clone(&b.dtype));
             Some(Difference::BufferDtype { index, first, now })
         } else if a.count != b.count {
-            Some(Difference::BufferCountOf { index, first: a.count, now: b.count })
+            Some(Difference::BufferCount { index, first: a.count, now: b.count })
         } else if a.nbytes != b.nbytes {
             Some(Difference::BufferBytes { index, first: a.nbytes, now: b.nbytes })
         } else {

@@ -145,3 +145,92 @@ const fn phase_of(state: State) -> DomainPhase {
         State::BackendOwned => DomainPhase::BackendOwned,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OUTCOMES: [ReleaseOutcome; 3] = [ReleaseOutcome::Freed, ReleaseOutcome::NotFreed, ReleaseOutcome::Failed];
+
+    /// Every state, each reached by legal events only.
+    fn states() -> Vec<Life> {
+        let after = |events: &[Event]| {
+            let mut life = Life::new();
+            for event in events {
+                life.step(*event).unwrap();
+            }
+            life
+        };
+        let mut states = vec![after(&[]), after(&[Event::BeginRelease]), after(&[Event::Disown])];
+        states.extend(OUTCOMES.map(|outcome| after(&[Event::BeginRelease, Event::FinishRelease(outcome)])));
+        states
+    }
+
+    fn events() -> Vec<Event> {
+        let mut events = vec![Event::Published, Event::BeginRelease, Event::Disown];
+        events.extend(OUTCOMES.map(Event::FinishRelease));
+        events
+    }
+
+    /// The table of the module's documentation, written out a second time.
+    fn documented(from: DomainPhase, event: Event) -> Option<DomainPhase> {
+        use DomainPhase as P;
+        match (from, event) {
+            (P::Live, Event::Published) => Some(P::Live),
+            (P::Live, Event::BeginRelease) => Some(P::Releasing),
+            (P::Live, Event::Disown) => Some(P::BackendOwned),
+            (P::Releasing, Event::FinishRelease(ReleaseOutcome::Freed)) => Some(P::Freed),
+            (P::Releasing, Event::FinishRelease(_)) => Some(P::Unreleased),
+            (P::BackendOwned, Event::Published | Event::Disown) => Some(P::BackendOwned),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn every_state_takes_exactly_the_documented_edges_and_an_illegal_one_changes_nothing() {
+        let mut legal = 0;
+        for start in states() {
+            for event in events() {
+                let mut life = start;
+                match (life.step(event), documented(start.phase(), event)) {
+                    (Ok(()), Some(to)) => {
+                        assert_eq!(life.phase(), to, "{start:?} {event:?}");
+                        legal += 1;
+                    }
+                    (Err(edge), None) => {
+                        assert_eq!(life, start, "an illegal edge must change nothing");
+                        assert_eq!(edge.from, start.phase());
+                        assert_eq!(edge.to, aim(event), "{start:?} {event:?}");
+                    }
+                    (result, documented) => panic!("{start:?} {event:?}: {result:?}, documented {documented:?}"),
+                }
+            }
+        }
+        assert_eq!((states().len(), events().len(), legal), (6, 6, 8));
+    }
+
+    fn aim(event: Event) -> DomainPhase {
+        match event {
+            Event::Published => DomainPhase::Live,
+            Event::BeginRelease => DomainPhase::Releasing,
+            Event::FinishRelease(ReleaseOutcome::Freed) => DomainPhase::Freed,
+            Event::FinishRelease(_) => DomainPhase::Unreleased,
+            Event::Disown => DomainPhase::BackendOwned,
+        }
+    }
+
+    #[test]
+    fn only_an_ended_release_has_an_outcome() {
+        let outcomes: Vec<_> = states().into_iter().map(Life::release_outcome).collect();
+        let expected: Vec<_> = [None; 3].into_iter().chain(OUTCOMES.map(Some)).collect();
+        assert_eq!(outcomes, expected);
+    }
+
+    #[test]
+    fn phases_print_as_words_for_messages() {
+        let words: Vec<String> = states().iter().map(|life| life.phase().to_string()).collect();
+        let ended = ["freed", "not released", "not released"];
+        assert_eq!(words[..3], ["live", "being released", "owned by the backend"]);
+        assert_eq!(words[3..], ended);
+    }
+}

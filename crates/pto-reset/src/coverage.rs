@@ -125,7 +125,7 @@ impl CoveredWindow {
     /// # Errors
     ///
     /// [`ResetError::Slack`] where bytes are out of the method's reach; [`ResetError::ZeroChunk`]; and whatever
-    /// [`coverage`] refuses.
+    /// [`coverage()`] refuses.
     pub fn check(request: &Arc<DomainRequest>, method: Method) -> Result<Self, ResetError> {
         if method.chunk_bytes() == Some(0) {
             return Err(ResetError::ZeroChunk);
