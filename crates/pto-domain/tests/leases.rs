@@ -1,4 +1,5 @@
 //! What a lease shows, and what it does not.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests too")]
 
 mod support;
 

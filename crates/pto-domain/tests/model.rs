@@ -1,4 +1,5 @@
 //! The table against a slow model, over random histories.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests too")]
 
 mod support;
 

@@ -1,4 +1,5 @@
 //! The warm path of a dispatch allocates nothing (cost model).
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests too")]
 
 mod support;
 

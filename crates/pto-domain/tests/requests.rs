@@ -1,4 +1,5 @@
 //! Validity of requests and the difference between two of them.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests too")]
 
 use proptest::prelude::*;
 use pto_domain::{Difference, RequestError, check_name, check_request, difference};

@@ -1,4 +1,5 @@
 //! The rules of the domain table, one by one.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests too")]
 
 mod support;
 
@@ -71,7 +72,8 @@ fn s15_a_changed_request_is_refused_and_the_domain_stays_as_it_was() {
     assert!(slots.is_empty());
     let request = DomainRequest::packed([0, 1], vec![NamedBuffer::bytes("x", 16), NamedBuffer::bytes("y", 48)]);
     table.insert(P1, "comm_d0", &request, reply(0, &request)).unwrap();
-    let changes: [(&str, fn(&mut DomainRequest)); 8] = [
+    type Change = fn(&mut DomainRequest);
+    let changes: [(&str, Change); 8] = [
         ("window_bytes was 64, is now 128", |r| r.window_bytes = 128),
         ("workers were [chip0, chip1], are now [chip0]", |r| r.workers.truncate(1)),
         ("workers were [chip0, chip1], are now [chip1, chip0]", |r| r.workers.reverse()),

@@ -1,4 +1,5 @@
 //! Plans against a slow per-byte model, over random requests, mappings and methods.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests too")]
 
 mod support;
 

@@ -1,4 +1,5 @@
 //! Scenarios of reset that need no backend, by id.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests too")]
 
 mod support;
 
