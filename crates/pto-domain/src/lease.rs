@@ -117,6 +117,12 @@ impl<'b> Lease<'b> {
         self.parts.domain
     }
 
+    /// The whole mapping, for the holder of the authority.
+    #[must_use]
+    pub fn allocation(&self, _authority: &LeaseAuthority) -> &DomainAllocation {
+        &self.parts.allocation
+    }
+
     /// Which program leases it, and by what name.
     #[must_use]
     pub fn key(&self) -> &DomainKey {
