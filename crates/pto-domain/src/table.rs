@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pto_simpler_sys::{DomainAllocation, DomainId, DomainRequest};
+use pto_simpler_sys::{ChipId, DomainAllocation, DomainId, DomainRequest, MemberWindow};
 
 use crate::error::{DomainError, TableError};
 use crate::key::{DomainKey, DomainName, ProgramIndex};
@@ -188,6 +188,8 @@ impl DomainTable {
     /// Leases a live domain to the build `'b`. Its epoch counts the dispatch being built, which is not published yet:
     /// leasing again in the same dispatch gives the same lease, and a dispatch that is never published leaves no
     /// trace. Allocates nothing on success.
+    ///
+    /// The authority's holder answers for `'b`, as in [`Lease::new`]: the table cannot know where a build ends.
     ///
     /// # Errors
     ///
@@ -417,12 +419,110 @@ impl DomainTable {
 }
 
 /// A chip on which two allocations overlap. Addresses are per chip, so only windows of one chip are compared.
-fn shared_chip(a: &DomainAllocation, b: &DomainAllocation) -> Option<pto_simpler_sys::ChipId> {
-    let overlap = |x: &pto_simpler_sys::MemberWindow, y: &pto_simpler_sys::MemberWindow| {
+fn shared_chip(a: &DomainAllocation, b: &DomainAllocation) -> Option<ChipId> {
+    let overlap = |x: &MemberWindow, y: &MemberWindow| {
         // Neither is past the other's end; differences cannot overflow, sums of address and size could.
         x.chip == y.chip
             && x.base.checked_sub(y.base).is_none_or(|gap| gap < y.mapped_bytes)
             && y.base.checked_sub(x.base).is_none_or(|gap| gap < x.mapped_bytes)
     };
     a.members().iter().find(|x| b.members().iter().any(|y| overlap(x, y))).map(|member| member.chip)
+}
+
+#[cfg(test)]
+mod tests {
+    //! What the table's own check finds, on tables that were broken on purpose.
+
+    use super::*;
+    use pto_simpler_sys::NamedBuffer;
+
+    fn reply(id: u32, base: u64) -> DomainAllocation {
+        let mut allocation = DomainAllocation::new();
+        allocation.begin(DomainId::new(id, 1), 0);
+        let chip = ChipId(0);
+        allocation.push_member(MemberWindow { chip, rank: 0, device_context: 0, base, mapped_bytes: 64 }, []);
+        allocation
+    }
+
+    /// `p0:d0`, `p1:d1` and `p0:d2`, in this order.
+    fn table() -> DomainTable {
+        let (mut table, _) = DomainTable::new(2);
+        let request = DomainRequest::packed([0], vec![NamedBuffer::bytes("signal", 64)]);
+        for (id, (program, name)) in (0..).zip([(0, "d0"), (1, "d1"), (0, "d2")]) {
+            table.insert(ProgramIndex::new(program), name, &request, reply(id, u64::from(id) * 64)).unwrap();
+        }
+        table.self_check().unwrap();
+        table
+    }
+
+    #[track_caller]
+    fn found(damage: impl FnOnce(&mut DomainTable)) -> String {
+        let mut table = table();
+        damage(&mut table);
+        table.self_check().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn i1_the_check_finds_a_key_that_is_there_twice() {
+        let text = found(|table| {
+            table.domains[2].key = table.domains[0].key.clone();
+            table.domains[2].backend_name = Arc::clone(&table.domains[0].backend_name);
+        });
+        assert_eq!(text, "broken invariant: p0:d0 was allocated a second time (I1)");
+    }
+
+    #[test]
+    fn i2_the_check_finds_a_shared_id_and_shared_memory() {
+        let text = found(|table| {
+            table.domains[2].id = DomainId::new(0, 1);
+            table.domains[2].allocation = Arc::new(reply(0, 128));
+        });
+        assert_eq!(text, "broken invariant: the backend gave domain0.1 to p0:d2, but p0:d0 has it (I2)");
+        let overlap = |table: &mut DomainTable| table.domains[2].allocation = Arc::new(reply(2, 127));
+        assert_eq!(found(overlap), "broken invariant: the windows of p1:d1 and p0:d2 overlap on chip0 (I2)");
+        // Memory is shared by two live domains only.
+        for index in [1, 2] {
+            let mut table = table();
+            overlap(&mut table);
+            table.domains[index].life.step(Event::Disown).unwrap();
+            table.self_check().unwrap();
+        }
+    }
+
+    #[test]
+    fn i6_the_check_finds_a_live_domain_in_a_poisoned_table() {
+        let text = found(|table| table.poisoned = true);
+        assert_eq!(text, "broken invariant: p0:d0 is live in a poisoned table (I6)");
+    }
+
+    #[test]
+    fn the_check_finds_an_entry_that_does_not_match_itself() {
+        let text = found(|table| table.domains[1].backend_name = "d1".into());
+        assert_eq!(text, "broken invariant: p1:d1 is known to the backend as d1");
+        let text = found(|table| table.domains[1].id = DomainId::new(9, 9));
+        assert_eq!(text, "broken invariant: the allocation of p1:d1 is Some(domain1.1)");
+    }
+
+    #[test]
+    fn the_check_finds_indexes_that_disagree() {
+        let text = found(|table| table.by_program[0].push(Slot(0)));
+        assert_eq!(text, "broken invariant: p0:d0 is listed 2 times under its program");
+        let text = found(|table| table.by_program[1].clear());
+        assert_eq!(text, "broken invariant: p1:d1 is listed 0 times under its program");
+        let text = found(|table| table.by_program[1].push(Slot(7)));
+        assert_eq!(text, "broken invariant: 4 slots are listed for 3 domains");
+        let text = found(|table| table.by_program[0].reverse());
+        assert_eq!(text, "broken invariant: a program's slots are out of first-use order");
+        let text = found(|table| drop(table.by_program.pop()));
+        assert_eq!(text, "broken invariant: p1 does not exist; the table was made for 1 programs");
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic(expected = "the table's own invariants hold")]
+    fn a_debug_build_checks_the_table_after_a_poison() {
+        let mut table = table();
+        table.domains[1].backend_name = "d1".into();
+        table.poison();
+    }
 }

@@ -51,6 +51,7 @@ fn a_lease_shows_the_request_and_where_the_backend_put_it() {
     let place = TensorPlace::DomainBuffer { domain: DomainId::new(7, 1), chip: ChipId(0), buffer: 1 };
     assert_eq!(signal.place(&authority), place);
     assert_eq!(lease.buffer_at(ChipId(0), 1).unwrap().place(&authority), place);
+    assert_eq!(lease.buffer(ChipId(0), "data").unwrap().index(), 0);
 }
 
 #[test]
