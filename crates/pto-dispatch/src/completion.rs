@@ -79,11 +79,11 @@ impl CellPool {
     }
 
     /// A cell for dispatch `id`, held by the dispatch itself.
-    pub(crate) fn acquire(self: &Arc<Self>, id: u64) -> CellRef {
-        let cell = self.free.lock().pop().unwrap_or_else(|| Arc::new(Cell::new()));
+    pub(crate) fn acquire(pool: &Arc<Self>, id: u64) -> CellRef {
+        let cell = pool.free.lock().pop().unwrap_or_else(|| Arc::new(Cell::new()));
         cell.refs.store(1, Ordering::Relaxed);
         cell.id.store(id, Ordering::Relaxed);
-        CellRef { cell, pool: Arc::clone(self) }
+        CellRef { cell, pool: Arc::clone(pool) }
     }
 
     #[cfg(test)]
@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn a_cell_returns_to_the_pool_with_its_last_reference_and_comes_back_clean() {
         let pool = CellPool::new();
-        let owner = pool.acquire(1);
+        let owner = CellPool::acquire(&pool, 1);
         let handle = owner.clone();
         owner.complete(Ok(()));
         drop(owner);
@@ -236,7 +236,7 @@ mod tests {
         assert!(handle.cell.is_done());
         drop(handle);
         assert_eq!(pool.idle(), 1);
-        let again = pool.acquire(2);
+        let again = CellPool::acquire(&pool, 2);
         assert_eq!((pool.idle(), again.cell.is_done()), (0, false));
         assert!(again.cell.wait(Some(Instant::now())).is_none());
     }
@@ -244,9 +244,52 @@ mod tests {
     #[test]
     fn the_first_outcome_stays() {
         let pool = CellPool::new();
-        let cell = pool.acquire(1);
+        let cell = CellPool::acquire(&pool, 1);
         cell.complete(Ok(()));
         cell.complete(Err(Error::Closing));
         assert!(matches!(cell.cell.wait(None), Some(Ok(()))));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use loom::thread;
+
+    use super::*;
+
+    #[test]
+    fn every_waiter_gets_the_one_outcome_and_the_cell_returns_to_the_pool() {
+        loom::model(|| {
+            let pool = CellPool::new();
+            let owner = CellPool::acquire(&pool, 1);
+            let handle = owner.clone();
+            let mine = owner.clone();
+            let waiter = thread::spawn(move || matches!(handle.cell.wait(None), Some(Err(Error::Closing))));
+            owner.complete(Err(Error::Closing));
+            drop(owner);
+            assert!(matches!(mine.cell.wait(None), Some(Err(Error::Closing))));
+            drop(mine);
+            assert!(waiter.join().unwrap());
+            assert_eq!(pool.idle(), 1);
+        });
+    }
+
+    #[test]
+    fn a_cell_is_reused_only_after_its_last_handle_is_gone() {
+        loom::model(|| {
+            let pool = CellPool::new();
+            let owner = CellPool::acquire(&pool, 1);
+            let handle = owner.clone();
+            let finisher = thread::spawn(move || {
+                owner.complete(Ok(()));
+            });
+            let next = CellPool::acquire(&pool, 2);
+            assert!(!next.cell.is_done(), "a fresh cell carries no old outcome");
+            assert!(matches!(handle.cell.wait(None), Some(Ok(()))));
+            drop(handle);
+            finisher.join().unwrap();
+            drop(next);
+            assert_eq!(pool.idle(), 2);
+        });
     }
 }

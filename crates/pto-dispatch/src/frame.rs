@@ -250,3 +250,103 @@ mod tests {
         assert!(!admission.wait_idle(Some(Instant::now())));
     }
 }
+
+#[cfg(all(test, loom))]
+mod model {
+    use loom::thread;
+
+    use super::*;
+    use crate::sync::{Arc, AtomicUsize, Ordering};
+
+    fn worker(admission: &Admission<&'static str>, in_use: &AtomicUsize, building: &AtomicUsize) -> bool {
+        let Ok(grant) = admission.acquire() else { return false };
+        assert_eq!(building.fetch_add(1, Ordering::SeqCst), 0, "one build at a time");
+        assert!(in_use.fetch_add(1, Ordering::SeqCst) < FRAMES, "at most two published dispatches (I9)");
+        building.fetch_sub(1, Ordering::SeqCst);
+        admission.publish(grant.frame);
+        in_use.fetch_sub(1, Ordering::SeqCst);
+        admission.retire(grant.frame);
+        true
+    }
+
+    #[test]
+    fn three_submitters_share_two_frames_and_all_get_through() {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(2);
+        model.check(|| {
+            let admission = Arc::new(Admission::new());
+            let in_use = Arc::new(AtomicUsize::new(0));
+            let building = Arc::new(AtomicUsize::new(0));
+            let threads: Vec<_> = (0..2)
+                .map(|_| {
+                    let (admission, in_use, building) =
+                        (Arc::clone(&admission), Arc::clone(&in_use), Arc::clone(&building));
+                    thread::spawn(move || worker(&admission, &in_use, &building))
+                })
+                .collect();
+            assert!(worker(&admission, &in_use, &building));
+            for thread in threads {
+                assert!(thread.join().unwrap());
+            }
+            assert!(admission.wait_idle(None));
+        });
+    }
+
+    #[test]
+    fn a_waiter_wakes_with_the_refusal_or_gets_the_frame_that_became_free() {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let admission = Arc::new(Admission::new());
+            let mut held = Vec::new();
+            for _ in 0..FRAMES {
+                let grant = admission.acquire().unwrap();
+                admission.publish(grant.frame);
+                held.push(grant.frame);
+            }
+            let waiter = {
+                let admission = Arc::clone(&admission);
+                thread::spawn(move || match admission.acquire() {
+                    Ok(grant) => {
+                        admission.publish(grant.frame);
+                        admission.retire(grant.frame);
+                        true
+                    }
+                    Err(reason) => {
+                        assert_eq!(reason, "closing");
+                        false
+                    }
+                })
+            };
+            let finisher = {
+                let admission = Arc::clone(&admission);
+                thread::spawn(move || held.into_iter().for_each(|frame| admission.retire(frame)))
+            };
+            admission.refuse("closing", |_| true);
+            // Close waits for everybody, whoever was faster (I12).
+            assert!(admission.wait_idle(None));
+            waiter.join().unwrap();
+            finisher.join().unwrap();
+            assert_eq!(admission.acquire(), Err("closing"));
+        });
+    }
+
+    #[test]
+    fn a_poison_that_comes_with_a_free_frame_is_seen_before_the_frame() {
+        loom::model(|| {
+            let admission = Arc::new(Admission::new());
+            for _ in 0..FRAMES {
+                let grant = admission.acquire().unwrap();
+                admission.publish(grant.frame);
+            }
+            let waiter = {
+                let admission = Arc::clone(&admission);
+                thread::spawn(move || admission.acquire())
+            };
+            // The order of finish: poison, then the frame.
+            admission.refuse("poisoned", |_| false);
+            admission.retire(0);
+            assert_eq!(waiter.join().unwrap(), Err("poisoned"));
+        });
+    }
+}

@@ -114,7 +114,7 @@ impl Inner {
         mut storage: Box<Storage>,
         patience: Patience,
     ) -> Result<Dispatch, Error> {
-        let cell = self.pool.acquire(grant.id);
+        let cell = crate::completion::CellPool::acquire(&self.pool, grant.id);
         storage.cell = Some(cell.clone());
         let config = storage.config.clone();
         let mut graph = Graph {
