@@ -56,6 +56,8 @@ pub struct ChipArtefact {
     pub orchestration: PathBuf,
     /// The orchestration's exported function.
     pub function: Arc<str>,
+    /// The orchestration's exported configuration function; `None` for the runtime's default name.
+    pub config_function: Option<Arc<str>>,
     /// The kernels it launches.
     pub kernels: Vec<KernelArtefact>,
 }

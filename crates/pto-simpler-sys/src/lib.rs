@@ -58,7 +58,13 @@
 //! assert_eq!(request.window_bytes, 64);
 //! assert_eq!(request.rank_of(ChipId(1)), Some(1));
 //! ```
-#![forbid(unsafe_code)]
+//!
+//! # Features
+//!
+//! | Feature | Default | What it adds |
+//! |---|---|---|
+//! | `simpler` | no | the module `python`: the binding to the real runtime; needs CPython 3.10 to 3.13 with its library |
+#![cfg_attr(not(feature = "simpler"), forbid(unsafe_code))]
 
 mod allocation;
 mod args;
@@ -69,6 +75,8 @@ mod config;
 mod error;
 mod ids;
 mod orchestrator;
+#[cfg(feature = "simpler")]
+pub mod python;
 mod request;
 
 pub use allocation::{BufferWindow, DomainAllocation, DomainState, MemberWindow};

@@ -1,0 +1,305 @@
+//! The processes that a worker started, and the shared memory that they and it have linked.
+//!
+//! Only these are ever signalled or unlinked: processes by the ids that the worker itself reports, shared memory by
+//! names found mapped in those very processes or reported by the worker.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::mman::shm_unlink;
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
+use nix::unistd::Pid;
+use parking_lot::Mutex;
+
+use crate::ids::ChipId;
+
+/// The worker's child processes.
+#[derive(Debug, Default)]
+pub(crate) struct Children {
+    chips: Mutex<BTreeMap<i32, ChipId>>,
+    subs: Mutex<BTreeSet<i32>>,
+    /// Names of shared memory that belong to this worker, without the leading slash.
+    names: Mutex<BTreeSet<String>>,
+    /// Chips that have died as far as somebody noticed, the first one first.
+    dead: Mutex<Vec<(ChipId, Death)>>,
+}
+
+/// How a chip process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Death {
+    pub(crate) exit_code: Option<i32>,
+    pub(crate) signal: Option<i32>,
+}
+
+impl Children {
+    #[cfg(test)]
+    pub(crate) fn for_test(chips: &[(i32, u32)], subs: &[i32]) -> Self {
+        let children = Self::default();
+        children.chips.lock().extend(chips.iter().map(|(pid, chip)| (*pid, ChipId(*chip))));
+        children.subs.lock().extend(subs);
+        children
+    }
+
+    /// Takes note of the processes of a worker that has just started.
+    pub(crate) fn started(&self, chips: &[i32], subs: &[i32], mailboxes: Vec<String>) {
+        *self.chips.lock() = chips.iter().copied().zip((0..).map(ChipId)).collect();
+        *self.subs.lock() = subs.iter().copied().collect();
+        self.names.lock().extend(mailboxes);
+    }
+
+    /// The chip whose process this is.
+    pub(crate) fn chip_of(&self, pid: i32) -> Option<ChipId> {
+        self.chips.lock().get(&pid).copied()
+    }
+
+    /// Forgets processes that an orderly close has ended.
+    pub(crate) fn clear(&self) {
+        self.chips.lock().clear();
+        self.subs.lock().clear();
+        self.names.lock().clear();
+    }
+
+    /// The first chip known to have died. Later ones may have been ended because of it.
+    pub(crate) fn first_death(&self) -> Option<(ChipId, Death)> {
+        self.dead.lock().first().copied()
+    }
+
+    fn is_dead(&self, chip: ChipId) -> bool {
+        self.dead.lock().iter().any(|(dead, _)| *dead == chip)
+    }
+
+    /// Asks the system which chip processes have ended.
+    pub(crate) fn look(&self) {
+        let chips: Vec<(i32, ChipId)> = self.chips.lock().iter().map(|(pid, chip)| (*pid, *chip)).collect();
+        for (pid, chip) in chips {
+            if !self.is_dead(chip)
+                && let Some(death) = death_of(pid)
+            {
+                self.dead.lock().push((chip, death));
+            }
+        }
+    }
+
+    /// Takes note of the shared memory that the chip processes have mapped now (the windows of their domains), so
+    /// that it can still be found when they are gone.
+    pub(crate) fn note_windows(&self) {
+        let pids: Vec<i32> = self.chips.lock().keys().copied().collect();
+        let ours = format!("simpler_{:08x}_", std::process::id());
+        let mut found = BTreeSet::new();
+        for pid in pids {
+            let Ok(maps) = std::fs::read_to_string(format!("/proc/{pid}/maps")) else { continue };
+            found.extend(
+                maps.lines()
+                    .filter_map(|line| line.split_once("/dev/shm/"))
+                    .map(|(_, name)| name.trim_end_matches(" (deleted)").to_owned())
+                    .filter(|name| name.starts_with(&ours)),
+            );
+        }
+        self.names.lock().extend(found);
+    }
+
+    /// Ends all chip processes by force and leaves their remains to the runtime, whose calls that wait for them then
+    /// come back at once. Returns the chips that were still alive.
+    pub(crate) fn end_chips(&self) -> Vec<ChipId> {
+        self.look();
+        self.note_windows();
+        let chips: Vec<(i32, ChipId)> = self.chips.lock().iter().map(|(pid, chip)| (*pid, *chip)).collect();
+        chips
+            .into_iter()
+            .filter(|(pid, chip)| !self.is_dead(*chip) && kill(Pid::from_raw(*pid), Signal::SIGKILL).is_ok())
+            .map(|(_, chip)| chip)
+            .collect()
+    }
+
+    /// Ends every process of the worker by force, reaps them within `limit` and unlinks their shared memory. Returns
+    /// the chips that were still alive and what is left.
+    pub(crate) fn destroy(&self, limit: Duration) -> (Vec<ChipId>, Vec<String>) {
+        let ended = self.end_chips();
+        let subs: Vec<i32> = self.subs.lock().iter().copied().collect();
+        for pid in subs.iter().filter(|pid| death_of(**pid).is_none()) {
+            // A process that has gone by itself meanwhile is what is wanted.
+            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+        }
+        let deadline = Instant::now() + limit;
+        let mut waiting: Vec<i32> = self.chips.lock().keys().copied().chain(subs).collect();
+        loop {
+            waiting.retain(|pid| {
+                matches!(waitpid(Pid::from_raw(*pid), Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
+            });
+            if waiting.is_empty() || Instant::now() >= deadline {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let mut left: Vec<String> = waiting.iter().map(|pid| format!("process {pid}")).collect();
+        for name in std::mem::take(&mut *self.names.lock()) {
+            match shm_unlink(format!("/{name}").as_str()) {
+                Ok(()) | Err(Errno::ENOENT) => {}
+                Err(e) => left.push(format!("shared memory {name} ({e})")),
+            }
+        }
+        self.chips.lock().clear();
+        self.subs.lock().clear();
+        (ended, left)
+    }
+
+    /// Adds names that `destroy` unlinks.
+    pub(crate) fn own_names(&self, names: impl IntoIterator<Item = String>) {
+        self.names.lock().extend(names);
+    }
+
+    /// Descriptors that become readable when a chip process ends, by chip.
+    fn watch(&self) -> Vec<OwnedFd> {
+        self.chips.lock().keys().filter_map(|pid| pidfd(*pid)).collect()
+    }
+}
+
+/// How a child has ended, if it has. Does not reap it: that is the runtime's business.
+fn death_of(pid: i32) -> Option<Death> {
+    let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+    match waitid(Id::Pid(Pid::from_raw(pid)), flags) {
+        Ok(WaitStatus::Exited(_, code)) => Some(Death { exit_code: Some(code), signal: None }),
+        Ok(WaitStatus::Signaled(_, signal, _)) => Some(Death { exit_code: None, signal: Some(signal as i32) }),
+        // Reaped by the runtime, which noticed it first; its message says how it ended.
+        Err(Errno::ECHILD) => Some(Death { exit_code: None, signal: None }),
+        _ => None,
+    }
+}
+
+/// A descriptor that becomes readable when the process ends; close-on-exec, as the system makes all of them.
+fn pidfd(pid: i32) -> Option<OwnedFd> {
+    // SAFETY: a system call on plain integers; it has no memory effects.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0)?;
+    // SAFETY: the system has just given us this descriptor, and nobody else knows it.
+    Some(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Watches the chip processes and says when the first one has ended.
+#[derive(Debug)]
+pub(crate) struct Monitor {
+    stop: Arc<EventFd>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Monitor {
+    /// Calls `died` once, on a thread of its own, when a chip process ends while the monitor runs. `died` gets the
+    /// descriptor with which the monitor is told to stop, so that it can wait on it as well.
+    pub(crate) fn start(
+        children: Arc<Children>,
+        died: impl FnOnce(&StopSignal) + Send + 'static,
+    ) -> Result<Self, Errno> {
+        let stop = Arc::new(EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
+        let signal = StopSignal(Arc::clone(&stop));
+        let thread = std::thread::Builder::new()
+            .name("pto-chip-monitor".to_owned())
+            .spawn(move || {
+                let processes = children.watch();
+                let mut fds = vec![PollFd::new(signal.0.as_fd(), PollFlags::POLLIN)];
+                fds.extend(processes.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)));
+                loop {
+                    match poll(&mut fds, PollTimeout::NONE) {
+                        Err(Errno::EINTR) => continue,
+                        Err(_) => return,
+                        Ok(_) if fds.first().is_some_and(|fd| fd.any() == Some(true)) => return,
+                        Ok(_) => break,
+                    }
+                }
+                drop(fds);
+                children.look();
+                died(&signal);
+            })
+            .map_err(|e| e.raw_os_error().map_or(Errno::EAGAIN, Errno::from_raw))?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+
+    /// Ends the watch and its thread.
+    pub(crate) fn stop(mut self) {
+        self.join();
+    }
+
+    fn join(&mut self) {
+        // A full counter is as readable as one just written to.
+        let _ = self.stop.write(1);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+/// Becomes readable when the monitor is told to stop.
+#[derive(Debug)]
+pub(crate) struct StopSignal(Arc<EventFd>);
+
+impl StopSignal {
+    /// Waits for the signal, no longer than `limit`; whether it came.
+    pub(crate) fn wait(&self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        loop {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            let timeout = PollTimeout::try_from(rest).unwrap_or(PollTimeout::MAX);
+            let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
+            match poll(&mut fds, timeout) {
+                Err(Errno::EINTR) => {}
+                Ok(n) => return n > 0,
+                Err(_) => return true,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+    use std::process::{Command, Stdio};
+
+    fn sleeper() -> std::process::Child {
+        Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap()
+    }
+
+    #[test]
+    fn the_monitor_tells_of_a_death_and_of_how_it_came() {
+        let child = sleeper();
+        let pid = child.id() as i32;
+        let children = Arc::new(Children::for_test(&[(pid, 3)], &[]));
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let monitor = Monitor::start(Arc::clone(&children), move |_| sender.send(()).unwrap()).unwrap();
+        kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
+        receiver.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert_eq!(children.first_death(), Some((ChipId(3), Death { exit_code: None, signal: Some(9) })));
+        monitor.stop();
+        let (ended, left) = children.destroy(Duration::from_secs(60));
+        assert!(ended.is_empty() && left.is_empty(), "{ended:?} {left:?}");
+    }
+
+    #[test]
+    fn a_monitor_that_saw_no_death_stops_silently() {
+        let child = sleeper();
+        let children = Arc::new(Children::for_test(&[(child.id() as i32, 0)], &[]));
+        let monitor = Monitor::start(Arc::clone(&children), |_| unreachable!()).unwrap();
+        monitor.stop();
+        let (ended, left) = children.destroy(Duration::from_secs(60));
+        assert_eq!((ended, left), (vec![ChipId(0)], vec![]));
+    }
+
+    #[test]
+    fn descriptors_of_processes_are_close_on_exec() {
+        let fd = pidfd(std::process::id() as i32).unwrap();
+        // SAFETY: reads the flags of a descriptor that is open.
+        let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) };
+        assert_ne!(flags & libc::FD_CLOEXEC, 0);
+    }
+}
