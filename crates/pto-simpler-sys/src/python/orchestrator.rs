@@ -6,6 +6,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -58,7 +59,8 @@ impl<'a> SimplerOrchestrator<'a> {
     pub(crate) fn finish(&self, py: Python<'_>) -> PyResult<()> {
         let ids = self.detach.take();
         for id in ids {
-            let handle = self.shared.domains.lock().table.at(id).map(|d| (d.name.clone(), d.handle.clone_ref(py)));
+            let handle =
+                self.shared.domains.lock().table.at(id).map(|d| (Arc::clone(&d.name), d.handle.clone_ref(py)));
             let Some((name, handle)) = handle else { continue };
             super::legacy::detach(py, self.shared, &name, handle.bind(py))?;
         }
@@ -196,12 +198,7 @@ impl<'a> SimplerOrchestrator<'a> {
         copy_to(py, self.shared, self.object.bind(py), copy)
     }
 
-    fn callable(
-        &self,
-        call: Call,
-        id: CallableId,
-        kind: CallableKind,
-    ) -> Result<std::sync::Arc<Callable>, BackendError> {
+    fn callable(&self, call: Call, id: CallableId, kind: CallableKind) -> Result<Arc<Callable>, BackendError> {
         let callable = self.shared.callable(call, id)?;
         if callable.kind != kind {
             return Err(BackendError::misuse(

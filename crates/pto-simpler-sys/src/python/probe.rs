@@ -41,8 +41,7 @@ pub(crate) fn probe(py: Python<'_>, options: &SimplerOptions) -> Result<Probed, 
         failure.into()
     })?;
     let info = info(py, &api).map_err(|e| result::failure(py, Call::Start, &e))?;
-    let mut capabilities =
-        Capabilities::new(options.platform.clone(), options.runtime.clone(), options.device_ids.clone());
+    let mut capabilities = Capabilities::new(&*options.platform, &*options.runtime, options.device_ids.clone());
     capabilities.sub_workers = options.num_sub_workers;
     capabilities.copy_granularity = CopyGranularity::WholeBuffer;
     capabilities.failed_task_is_final = true;

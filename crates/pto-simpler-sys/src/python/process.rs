@@ -261,6 +261,7 @@ impl StopSignal {
 }
 
 #[cfg(test)]
+#[expect(clippy::zombie_processes, reason = "the code under test reaps them")]
 mod tests {
     use super::*;
     use std::os::fd::AsRawFd;
