@@ -145,16 +145,15 @@ impl ResetPlan {
                     }
                     Method::ByteRange { chunk_bytes } => {
                         let end = window.request.window_bytes;
-                        let mut offset = 0;
-                        while offset < end {
-                            let nbytes = chunk_bytes.min(end - offset);
-                            out.push(CopyTo {
+                        // Every chunk but the last is full, so no offset exceeds the window, and none overflows.
+                        out.extend((0..end.div_ceil(chunk_bytes)).map(|chunk| {
+                            let offset = chunk * chunk_bytes;
+                            CopyTo {
                                 dst: window.range(*chip, offset),
                                 src: CopySource::Host(sources[0]),
-                                nbytes,
-                            });
-                            offset += nbytes;
-                        }
+                                nbytes: chunk_bytes.min(end - offset),
+                            }
+                        }));
                     }
                     Method::DeviceFill => out.push(CopyTo {
                         dst: window.range(*chip, 0),
