@@ -1,5 +1,23 @@
 //! Emulator backend, fault schedules, journal, mocks and conformance suite for pto.
+#![deny(unsafe_code)]
 
 pub mod conformance;
 pub mod fixtures;
 pub mod kernels;
+
+mod board;
+mod builder;
+mod emulator;
+mod faults;
+mod journal;
+mod kernel;
+mod memory;
+
+pub use builder::{Completion, EmulatorBuilder, Mapping};
+pub use emulator::{Emulator, EmulatorStats};
+pub use faults::{
+    CALLS, FailureTemplate, Fault, FaultControl, FaultEffect, FaultKind, FaultSchedule, Hung, ParseFaultError,
+};
+pub use journal::{Event, EventKind, FreeCause, Journal, WaitFor};
+pub use kernel::{Cell, DomainView, EntryContext, Kernel, KernelError, KernelObject, MemoryView, SubTask};
+pub use memory::Memory;
