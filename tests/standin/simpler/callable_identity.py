@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import marshal
 import pickle
 import types
@@ -69,8 +70,6 @@ def rebuild_callable(payload: bytes) -> Any:
     value = pickle.loads(payload)
     if not isinstance(value, tuple):
         return value
-    import importlib
-
     module, name, code, state, extra = value
     try:
         known = vars(importlib.import_module(module)) if module else {}

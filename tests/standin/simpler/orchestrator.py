@@ -14,8 +14,6 @@ from .standin import wants_public
 from .standin.types import CallConfig, ChipCallable, TaskArgs, get_element_size
 from .task_interface import CommBufferSpec, CommDomainHandle
 
-_MAX_SCOPES = 63
-
 _CALLBACKS = threading.local()
 
 
@@ -112,6 +110,8 @@ class Orchestrator:
         for chip, _, _ in members:
             if chip is not None and chip >= chips:
                 raise ValueError(f"Orchestrator: target worker {chip} is not a registered worker")
+        for _, _, args in members:
+            args.validate()
         worker._native.submit_task(run_id, members)
 
     def submit_next_level(self, callable_handle, args: TaskArgs, config: CallConfig | None = None, *, worker: int):
@@ -202,10 +202,9 @@ class Orchestrator:
     # Scopes ----------------------------------------------------------------------------------------------------
 
     def _scope(self, step: int) -> None:
-        run_id = self._worker._building_run_id
-        if run_id is None:
+        if self._worker._building_run_id is None:
             raise RuntimeError("Orchestrator: task submission requires an active run")
-        self._worker._native.scope(run_id, step, _MAX_SCOPES)
+        self._worker._native.scope(step)
 
     def scope_begin(self) -> None:
         self._scope(1)

@@ -58,7 +58,7 @@ def load(data: bytes) -> ChipCallable:
     )
 
 
-def ChipKernel(  # noqa: N802 -- stands where a class of the runtime would
+def ChipKernel(
     name: str, tensors: Sequence[str] | None = None, scalars: int | None = None
 ) -> ChipCallable:
     """A chip callable that runs the portable kernel called ``name``."""

@@ -31,8 +31,10 @@ def inject(
     skip: int = 0,
     times: int = 1,
 ) -> None:
-    """Arms a failure of a command: ``malloc``, ``free``, ``copy``, ``alloc_domain``, ``release_domain``, ``register``,
-    ``unregister``, ``committed``, ``drop_import``. Without ``chip`` or ``sub`` any child's command counts.
+    """Arms a failure of a command, on one child or, without ``chip`` and ``sub``, on any.
+
+    Commands: ``malloc``, ``free``, ``copy_to``, ``copy_from``, ``alloc_domain``, ``release_domain``, ``register``,
+    ``unregister``, ``committed_device_memory``, ``drop_import``.
     """
     child = ("chip", chip) if chip is not None else ("sub", sub) if sub is not None else None
     with _LOCK:

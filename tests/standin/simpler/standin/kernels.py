@@ -154,61 +154,93 @@ def kernel(tensors: list[str], scalars: int) -> Callable[[Callable[[Call], None]
     return enter
 
 
+def _low_word(value: int) -> int:
+    """The low 32 bits of a scalar, signed."""
+    return _wrapped(value & 0xFFFF_FFFF)
+
+
 @kernel(["OUT"], 1)
 def pto_store(call: Call) -> None:
-    """Tensor 0: out. Scalar 0: v. ``out[i] = v + i``."""
-    out, value = call.words(0), call.signed(0)
+    """Output ``out``; scalar ``v``. Element i becomes v + i."""
+    out, value = call.words(0), _low_word(call.scalar(0))
     for i in range(len(out)):
         out[i] = _wrapped(value + i)
 
 
-@kernel(["IN", "OUT"], 1)
+@kernel(["INOUT"], 1)
 def pto_add(call: Call) -> None:
-    """Tensors: in, out. Scalar 0: amount. ``out[i] = in[i] + amount``."""
-    source, out, amount = call.words(0), call.words(1), call.signed(0)
-    for i in range(len(source)):
-        out[i] = _wrapped(source[i] + amount)
+    """In and out ``data``; scalar ``v``. Adds v to each element."""
+    data, amount = call.words(0), _low_word(call.scalar(0))
+    for i in range(len(data)):
+        data[i] = _wrapped(data[i] + amount)
 
 
 @kernel(["IN", "OUT"], 0)
 def pto_copy(call: Call) -> None:
-    """Tensors: in, out. ``out = in``, as bytes."""
+    """Input and output. Copies the first onto the second."""
     source, out = call.tensor_bytes(0), call.tensor_bytes(1)
     if source.nbytes > out.nbytes:
         raise DeviceFault(f"{source.nbytes} bytes into {out.nbytes}")
     out[: source.nbytes] = source
 
 
-@kernel([], 4)
+def _signal(cells: Cells, offset: int) -> None:
+    for rank in range(cells.ranks):
+        if rank != cells.rank:
+            cells.add(rank, offset, cells.rank + 1)
+
+
+@kernel(["INOUT"], 2)
 def pto_signal(call: Call) -> None:
-    """Scalars: rank, byte offset, amount, context. Adds the amount to that rank's cell."""
-    call.domain(3).add(call.scalar(0), call.scalar(1), call.signed(2))
+    """The signal buffer; scalars ``context, offset``. Rank r adds r + 1 to the cell of every other rank."""
+    call.tensor(0)
+    _signal(call.domain(0), call.scalar(1))
 
 
 @kernel(["OUT"], 3)
 def pto_await(call: Call) -> None:
-    """Tensor 0: out. Scalars: byte offset, bound, context. Waits for the own cell, reports it."""
-    cells = call.domain(2)
-    call.words(0)[0] = cells.wait(cells.rank, call.scalar(0), call.signed(1))
+    """Output ``out``; scalars ``context, offset, threshold``. Waits for the own cell, stores what it then held."""
+    cells = call.domain(0)
+    call.words(0)[0] = cells.wait(cells.rank, call.scalar(1), _low_word(call.scalar(2)))
+
+
+@kernel(["INOUT", "OUT"], 3)
+def pto_handshake(call: Call) -> None:
+    """The signal buffer and output ``out``; scalars ``context, offset, threshold``. Signals, then awaits."""
+    cells, offset = call.domain(0), call.scalar(1)
+    _signal(cells, offset)
+    call.words(1)[0] = cells.wait(cells.rank, offset, _low_word(call.scalar(2)))
 
 
 @kernel(["OUT"], 3)
-def pto_handshake(call: Call) -> None:
-    """Tensor 0: out. Scalars: byte offset, bound, context.
+def pto_peek(call: Call) -> None:
+    """Output ``out``; scalars ``context, rank, offset``. Reads as much of that rank's window."""
+    out = call.tensor_bytes(0)
+    out[:] = call.domain(0).bytes(call.scalar(1), call.scalar(2), out.nbytes)
 
-    Rank r adds r + 1 to the next rank's cell, waits until its own is at least the bound, and reports it: two ranks
-    and a fresh window give [2, 1] with bound 1.
-    """
-    cells, offset = call.domain(2), call.scalar(0)
-    cells.add((cells.rank + 1) % cells.ranks, offset, cells.rank + 1)
-    call.words(0)[0] = cells.wait(cells.rank, offset, call.signed(1))
+
+@kernel(["OUT"], 1)
+def pto_rank(call: Call) -> None:
+    """Output ``out``; scalar ``context``. Stores the own rank and the number of ranks."""
+    out, cells = call.words(0), call.domain(0)
+    out[0], out[1] = cells.rank, cells.ranks
+
+
+@kernel([], 1)
+def pto_fail(call: Call) -> None:
+    """Scalar ``code``. Fails."""
+    call.scalar(0)
+    raise KernelFailure(FAILED_ON_PURPOSE)
+
+
+# Beyond the portable set ---------------------------------------------------------------------------------------
 
 
 @kernel(["IN", "OUT"], 3)
 def pto_allreduce(call: Call) -> None:
-    """Tensors: in, out. Scalars: payload offset, arrivals offset, context. ``out`` is the sum over all ranks."""
-    source, out, cells = call.words(0), call.words(1), call.domain(2)
-    payload, arrivals = call.scalar(0), call.scalar(1)
+    """Input and output; scalars ``context, payload offset, arrivals offset``. The sum over all ranks, fresh window."""
+    source, out, cells = call.words(0), call.words(1), call.domain(0)
+    payload, arrivals = call.scalar(1), call.scalar(2)
     nbytes = source.nbytes
     cells.bytes(cells.rank, payload, nbytes)[:] = source.cast("B")
     for rank in range(cells.ranks):
@@ -221,24 +253,12 @@ def pto_allreduce(call: Call) -> None:
 
 @kernel(["OUT"], 1)
 def pto_wait_cell(call: Call) -> None:
-    """Tensor 0: out. Scalar 0: address of a host word. Waits until it is at least 1, reports it."""
+    """Output ``out``; scalar: address of a host word. Waits until it is at least 1, stores it."""
     word = call.host_word(0)
     call.words(0)[0] = call.wait(lambda: word.value, 1)
 
 
-@kernel(["OUT"], 3)
-def pto_wait_window(call: Call) -> None:
-    """As :func:`pto_await`; somebody outside the run ends the wait, through the memory behind the window."""
-    pto_await(call)
-
-
-@kernel(["OUT"], 0)
-def pto_fail(call: Call) -> None:
-    """Reports a fatal error."""
-    raise KernelFailure(FAILED_ON_PURPOSE)
-
-
-@kernel(["OUT"], 0)
+@kernel([], 0)
 def pto_crash(call: Call) -> None:
     """Ends the chip process by a segmentation fault."""
     raise DeviceFault("crashed on purpose")
@@ -246,7 +266,7 @@ def pto_crash(call: Call) -> None:
 
 @kernel([], 0)
 def pto_exit(call: Call) -> None:
-    """Ends the chip process at once."""
+    """Ends the chip process by a kill."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -7,6 +7,7 @@ makes them. A child works on one request at a time. All state is under one lock,
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import signal
 import socket
@@ -18,7 +19,10 @@ from typing import Any
 
 from . import faults
 from .child import _LENGTH, pack, run_child
-from .types import ARGUMENT_BLOB_BYTES, AddressSpace, TaskArgs, TensorArgType
+from .types import ARGUMENT_BLOB_BYTES, WRITING_TAGS, AddressSpace, TaskArgs, TensorArgType
+
+MAX_SCOPES = 64
+COLLECTIVE = ("alloc_domain", "release_domain")
 
 
 class Cancelled(Exception):
@@ -52,15 +56,17 @@ class Child:
         self.queue: deque[Request] = deque()
         self.current: Request | None = None
         self.received = bytearray()
+        # How it ended, once somebody had to know. Until then a dead idle child stays a zombie, as with the runtime.
         self.exited: str | None = None
+        self.hung_up = False
         self.reaped = False
         # A message that the mailbox cannot hold ends its dispatcher, while the process lives on.
         self.stopped = False
+        # The first control command to a dead child reports its death, the later ones that it hangs.
+        self.control_failed = False
 
     def messages(self) -> list[Any] | None:
         """What has arrived; ``None`` once the child has hung up."""
-        import pickle
-
         ended = False
         while True:
             try:
@@ -96,11 +102,11 @@ class Child:
             return False
         self.reaped = True
         if status is None:
-            self.exited = f"child process pid={self.pid} is gone and was reaped by somebody else"
+            self.exited = f"child process pid={self.pid} is no longer waitable (reaped elsewhere)"
         elif os.WIFSIGNALED(status):
             self.exited = f"{text} (signal={os.WTERMSIG(status)})"
         else:
-            self.exited = f"{text} (exit_code={os.WEXITSTATUS(status)})"
+            self.exited = f"{text} (exit_status={os.WEXITSTATUS(status)})"
         return True
 
     def wait_exit(self, seconds: float) -> bool:
@@ -154,7 +160,6 @@ class Run:
         self.error: str | None = None
         # Who wrote which bytes of which backing, for dependencies.
         self.writers: dict[Any, list[tuple[int, int, Task]]] = {}
-        self.scopes = 0
 
 
 class Native:
@@ -169,6 +174,8 @@ class Native:
         self._runs: dict[int, Run] = {}
         self._order: deque[Run] = deque()
         self._next_run = 1
+        # Open scopes, each run's own included. A run that leaves one open leaves it to its successors.
+        self._scopes = 0
         self._sub_ready: deque[tuple[Request, Task]] = deque()
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_in, False)
@@ -273,7 +280,6 @@ class Native:
                     for number in (child.sock.fileno(), child.pidfd):
                         if watched.pop(number, None) is not None:
                             poll.unregister(number)
-                    child.reap(True)
                     self._died(child)
 
     def _answered(self, child: Child, ok: bool, value: Any) -> None:
@@ -286,22 +292,33 @@ class Native:
 
     def _died(self, child: Child) -> None:
         with self._changed:
+            child.hung_up = True
+            sole_sub = child.kind == "sub" and self._sub_ready and all(c.hung_up for c in self.subs)
+            self._changed.notify_all()
+            if child.current is None and not child.queue and not sole_sub:
+                return
+            child.reap(True)
             pending = [r for r in (child.current, *child.queue) if r is not None]
             child.current = None
             child.queue.clear()
             for request in pending:
-                self._settle(child, request, None, self._dead_text(child, request.task is not None and request.sent))
-            if child.kind == "sub" and all(c.exited for c in self.subs):
+                self._settle(child, request, None, self._dead_text(child, request))
+            if sole_sub:
                 waiting, self._sub_ready = self._sub_ready, deque()
                 for request, _ in waiting:
-                    self._settle(child, request, None, self._dead_text(child, False))
-            self._changed.notify_all()
+                    self._settle(child, request, None, self._dead_text(child, request))
 
     @staticmethod
-    def _dead_text(child: Child, in_flight: bool) -> str:
-        if in_flight:
-            return f"LocalMailboxEndpoint progress failed: {child.exited}"
-        return f"endpoint is poisoned: {child.exited}"
+    def _dead_text(child: Child, request: Request) -> str:
+        """How the runtime words a dead child, which depends on what found it out."""
+        if request.task is not None:
+            if request.sent:
+                return f"LocalMailboxEndpoint progress failed: {child.exited}"
+            return f"WorkerThread endpoint rejected publication: endpoint is poisoned: {child.exited}"
+        if child.control_failed:
+            return f"control_{request.operation} failed: mailbox has an unresolved timed-out control command"
+        child.control_failed = True
+        return f"control_{request.operation}: {child.exited}"
 
     def _settle(self, child: Child, request: Request, value: Any, error: str | None) -> None:
         """Notes what came of a request. Holds the lock."""
@@ -309,13 +326,13 @@ class Native:
         if request.task is None:
             request.finished.set()
             return
-        if error is not None and not error.startswith(("LocalMailbox", "endpoint", "worker is")):
+        if error is not None and not error.startswith(("LocalMailbox", "WorkerThread")):
             error = f"LocalMailboxEndpoint child failed (worker_id={child.index}, code=1): {error}"
         self._part_ended(request.task, error)
 
     def _pump(self, child: Child) -> None:
         """Sends the next request to an idle child. Holds the lock."""
-        while child.current is None and not child.exited:
+        while child.current is None and not child.hung_up:
             if not child.queue:
                 if child.kind != "sub" or not self._sub_ready:
                     return
@@ -335,8 +352,9 @@ class Native:
 
     def _enqueue(self, child: Child, request: Request) -> None:
         """Gives a child a request. Holds the lock."""
-        if child.exited:
-            self._settle(child, request, None, self._dead_text(child, False))
+        if child.hung_up:
+            child.reap(True)
+            self._settle(child, request, None, self._dead_text(child, request))
             return
         child.queue.append(request)
         self._pump(child)
@@ -355,8 +373,12 @@ class Native:
     ) -> tuple[list[Any], list[tuple[int, str]]]:
         """One command to several children at once; all answers, and ``(child index, text)`` per failure."""
         requests: list[tuple[Child, Request | None, str | None]] = []
-        for child, arguments in calls:
-            early, late = faults.draw(operation, child.kind, child.index)
+        drawn = [faults.draw(operation, child.kind, child.index) for child, _ in calls]
+        # Where one member of a collective step stays away, no other gets past the barrier.
+        stuck = operation in COLLECTIVE and any(early for early, _ in drawn)
+        for (child, arguments), (early, late) in zip(calls, drawn):
+            if stuck:
+                early = early or f"control_{operation}: a peer did not reach the barrier"
             request = None if early else Request(operation, pack((operation, arguments)))
             requests.append((child, request, early or late))
         with self._changed:
@@ -454,14 +476,14 @@ class Native:
 
     # Scopes ----------------------------------------------------------------------------------------------------
 
-    def scope(self, run_id: int, step: int, limit: int) -> None:
+    def scope(self, step: int) -> None:
+        """Opens (1) or closes (-1) a scope."""
         with self._lock:
-            run = self._runs[run_id]
-            if step > 0 and run.scopes >= limit:
+            if step > 0 and self._scopes >= MAX_SCOPES:
                 raise RuntimeError("Scope: maximum nesting depth exceeded")
-            if step < 0 and run.scopes == 0:
+            if step < 0 and self._scopes == 0:
                 raise RuntimeError("Scope: scope_end without scope_begin")
-            run.scopes += step
+            self._scopes += step
 
     # Tasks -----------------------------------------------------------------------------------------------------
 
@@ -505,8 +527,12 @@ class Native:
                     for first, last, writer in run.writers.get(key, ()):
                         if first < end and start < last and writer is not task and writer not in found:
                             found.append(writer)
-                if tag in (TensorArgType.OUTPUT, TensorArgType.INOUT, TensorArgType.OUTPUT_EXISTING):
-                    run.writers.setdefault(key, []).append((start, end, task))
+                if tag in WRITING_TAGS:
+                    writers = run.writers.setdefault(key, [])
+                    if tag is TensorArgType.INOUT:
+                        # Ordered after everything it covers, so later readers need to wait for it alone.
+                        writers[:] = [w for w in writers if not (start <= w[0] and w[1] <= end and w[2] in found)]
+                    writers.append((start, end, task))
         return found
 
     def _release(self, task: Task) -> None:
@@ -522,11 +548,12 @@ class Native:
         for chip, data, size in task.parts:
             request = Request("task", data, task)
             if chip is None:
-                idle = next((c for c in self.subs if not c.exited and c.current is None and not c.queue), None)
+                idle = next((c for c in self.subs if not c.hung_up and c.current is None and not c.queue), None)
                 if idle is not None:
                     self._enqueue(idle, request)
-                elif all(c.exited for c in self.subs):
-                    self._settle(self.subs[0], request, None, self._dead_text(self.subs[0], False))
+                elif all(c.hung_up for c in self.subs):
+                    self.subs[0].reap(True)
+                    self._settle(self.subs[0], request, None, self._dead_text(self.subs[0], request))
                 else:
                     self._sub_ready.append((request, task))
                 continue
@@ -534,7 +561,7 @@ class Native:
             if size > ARGUMENT_BLOB_BYTES or child.stopped:
                 note = f" ({size} bytes of arguments, at most {ARGUMENT_BLOB_BYTES})" if not child.stopped else ""
                 child.stopped = True
-                self._settle(child, request, None, f"worker is stopping{note}")
+                self._settle(child, request, None, f"WorkerThread::dispatch: worker is stopping{note}")
                 continue
             self._enqueue(child, request)
 
@@ -584,19 +611,15 @@ class Native:
         deadline = time.monotonic() + seconds
         with self._changed:
             for child in self.children:
-                if not child.exited:
-                    self._enqueue(child, Request("shutdown", pack(("shutdown", ()))))
-        # The scheduler reaps; only a child that does not leave in time is ended by force.
+                self._enqueue(child, Request("shutdown", pack(("shutdown", ()))))
+        # Only a child that does not leave in time is ended by force.
         for child in self.children:
             with self._changed:
-                while not child.exited and time.monotonic() < deadline:
+                while not child.hung_up and time.monotonic() < deadline:
                     self._changed.wait(max(0.0, deadline - time.monotonic()))
-            if not child.exited:
+            if not child.hung_up:
                 os.kill(child.pid, signal.SIGKILL)
-        for child in self.children:
-            with self._changed:
-                while not child.exited:
-                    self._changed.wait()
+            child.reap(True)
         self._stopping = True
         self.wake()
         if self._thread is not None:

@@ -61,6 +61,9 @@ class TensorArgType(enum.Enum):
     NO_DEP = 4
 
 
+WRITING_TAGS = (TensorArgType.OUTPUT, TensorArgType.OUTPUT_EXISTING, TensorArgType.INOUT)
+
+
 class ArgDirection(enum.Enum):
     """An entry of a chip callable's signature."""
 
@@ -70,7 +73,16 @@ class ArgDirection(enum.Enum):
     INOUT = 3
 
 
-class AccessMode(enum.IntEnum):
+class _Numbers(enum.IntEnum):
+    """Numbers with names that print as such."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    __str__ = __repr__
+
+
+class AccessMode(_Numbers):
     """What a backing lets its users do."""
 
     READ = 0
@@ -78,14 +90,14 @@ class AccessMode(enum.IntEnum):
     READWRITE = 2
 
 
-class AddressSpace(enum.IntEnum):
+class AddressSpace(_Numbers):
     """Where a backing lives."""
 
     HOST = 0
     DEVICE = 1
 
 
-class BackendKind(enum.IntEnum):
+class BackendKind(_Numbers):
     """What kind of memory a backing is."""
 
     FORK_SHM = 0
@@ -166,8 +178,7 @@ class CanonicalIdentity:
     def __repr__(self) -> str:
         owner = int.from_bytes(self.owner_instance_id, "little")
         return (
-            f"CanonicalIdentity(owner_instance_id={owner:#x}, buffer_id={self.buffer_id}, "
-            f"generation={self.generation})"
+            f"CanonicalIdentity(owner_instance_id={owner:#x}, buffer_id={self.buffer_id}, generation={self.generation})"
         )
 
 
@@ -250,6 +261,13 @@ class Tensor:
         last = sum((n - 1) * s for n, s in zip(self.shapes, self.strides))
         return self.byte_offset, self.byte_offset + (last + 1) * _ELEMENT_SIZE[self.dtype]
 
+    def overlaps(self, other: Tensor) -> bool:
+        """Whether two views of one backing meet. Strided views count as the range that they span."""
+        if self.buffer.identity != other.buffer.identity:
+            return False
+        (a, b), (c, d) = self.byte_range(), other.byte_range()
+        return a < d and c < b
+
     def wire(self) -> tuple[Any, ...]:
         """The view as plain values, for a message."""
         return self.buffer.wire(), self.byte_offset, self.shapes, self.strides, self.dtype
@@ -324,6 +342,24 @@ class TaskArgs:
         """What the arguments take in a message of the runtime."""
         return BLOB_HEADER_BYTES + TENSOR_BLOB_BYTES * len(self._tensors) + SCALAR_BLOB_BYTES * len(self._scalars)
 
+    def validate(self) -> None:
+        """What a submission checks: access that the backings grant, and no write that meets another argument.
+
+        As in the runtime, an argument is compared with the later ones only, so a write after an overlapping read
+        passes.
+        """
+        for tensor, tag in zip(self._tensors, self._tags):
+            granted = tensor.buffer.access
+            if (
+                (tag is TensorArgType.INPUT and granted == AccessMode.WRITE)
+                or (tag is TensorArgType.OUTPUT_EXISTING and granted == AccessMode.READ)
+                or (tag is TensorArgType.INOUT and granted != AccessMode.READWRITE)
+            ):
+                raise ValueError("submit: an argument's TensorArgType requests access the backing does not grant")
+        for i, (tensor, tag) in enumerate(zip(self._tensors, self._tags)):
+            if tag in WRITING_TAGS and any(tensor.overlaps(other) for other in self._tensors[i + 1 :]):
+                raise ValueError("submit: two arguments of one task write overlapping bytes of the same buffer")
+
     def wire(self) -> tuple[Any, ...]:
         """The arguments as plain values, for a message."""
         return tuple(t.wire() for t in self._tensors), tuple(self._scalars)
@@ -391,9 +427,7 @@ class CallConfig:
     def validate(self) -> None:
         if not self.output_prefix and any(getattr(self, name) for name in self._SWITCHES):
             raise ValueError(
-                "CallConfig: output_prefix must be set whenever any of "
-                + " / ".join(self._SWITCHES)
-                + " is enabled"
+                "CallConfig: output_prefix must be set whenever any of " + " / ".join(self._SWITCHES) + " is enabled"
             )
         self._runtime_env.validate()
 
