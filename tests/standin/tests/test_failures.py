@@ -57,7 +57,7 @@ class Tasks(StandInTest):
         rig = Rig(self)
         pid = rig.worker._chip_pids[0]
         with self.refused(RuntimeError, "progress failed: " + DEATH.format(pid, 11)):
-            rig.one("pto_crash").result()
+            rig.one("crash", (rig.worker.create_buffer(4), OUT)).result()
         with self.refused(RuntimeError, "endpoint is poisoned: " + DEATH.format(pid, 11)):
             rig.one("pto_fail", scalars=[1]).result()
         rig.one("pto_store", (rig.worker.create_buffer(4), OUT), scalars=[1], chip=1).result()

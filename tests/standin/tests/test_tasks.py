@@ -139,9 +139,9 @@ class Kernels(StandInTest):
 
         def then(orch, domain):
             args = [
-                arguments((ins[c], IN), (outs[c], OUT), scalars=[domain[c].device_ctx, 0, 32]) for c in domain.workers
+                arguments((ins[c], IN), (outs[c], OUT), scalars=[0, 32, domain[c].device_ctx]) for c in domain.workers
             ]
-            orch.submit_next_level_group(rig.handles["pto_allreduce"], args, workers=list(domain.workers))
+            orch.submit_next_level_group(rig.handles["allreduce"], args, workers=list(domain.workers))
 
         rig.allocate(then=then)[1].result()
         for out in outs:

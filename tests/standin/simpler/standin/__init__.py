@@ -58,9 +58,7 @@ def load(data: bytes) -> ChipCallable:
     )
 
 
-def ChipKernel(
-    name: str, tensors: Sequence[str] | None = None, scalars: int | None = None
-) -> ChipCallable:
+def ChipKernel(name: str, tensors: Sequence[str] | None = None, scalars: int | None = None) -> ChipCallable:
     """A chip callable that runs the portable kernel called ``name``."""
     return load(descriptor(name, tensors, scalars))
 

@@ -237,10 +237,10 @@ def pto_fail(call: Call) -> None:
 
 
 @kernel(["IN", "OUT"], 3)
-def pto_allreduce(call: Call) -> None:
-    """Input and output; scalars ``context, payload offset, arrivals offset``. The sum over all ranks, fresh window."""
-    source, out, cells = call.words(0), call.words(1), call.domain(0)
-    payload, arrivals = call.scalar(1), call.scalar(2)
+def allreduce(call: Call) -> None:
+    """Input and output; scalars ``payload offset, arrivals offset, context``. The sum over all ranks, fresh window."""
+    source, out, cells = call.words(0), call.words(1), call.domain(2)
+    payload, arrivals = call.scalar(0), call.scalar(1)
     nbytes = source.nbytes
     cells.bytes(cells.rank, payload, nbytes)[:] = source.cast("B")
     for rank in range(cells.ranks):
@@ -258,8 +258,8 @@ def pto_wait_cell(call: Call) -> None:
     call.words(0)[0] = call.wait(lambda: word.value, 1)
 
 
-@kernel([], 0)
-def pto_crash(call: Call) -> None:
+@kernel(["OUT"], 0)
+def crash(call: Call) -> None:
     """Ends the chip process by a segmentation fault."""
     raise DeviceFault("crashed on purpose")
 
