@@ -1,13 +1,23 @@
 //! What the cross-crate suites share: fixtures, gates, and checks that nothing is left behind.
 //!
 //! * [`scenario`]: the programs that the scenarios name (F0, F1, F2, F3, H), and programs over closures.
+//! * [`backend`]: backends by name. Suites that make sense on every backend take theirs from [`backend::chosen`],
+//!   which reads the environment variable `PTO_BACKEND` (the emulator where it is not set).
 //! * [`gate`]: how a test holds a thread or a kernel open, and how a hanging test ends.
 //! * [`shm`]: a private shared-memory directory, and the check that it is empty and unmapped.
 //!
 //! The suites themselves are in `tests/`, one file per area; each test carries the id of its scenario. They panic and
 //! unwrap as tests do.
+//!
+//! ```
+//! let factory = pto_tests::backend::named("emulator").unwrap();
+//! assert_eq!(factory.name(), "emulator");
+//! let error = pto_tests::backend::named("abacus").err().unwrap();
+//! assert!(error.to_string().contains("\"abacus\"") && error.to_string().contains("emulator"));
+//! ```
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
+pub mod backend;
 pub mod gate;
 pub mod scenario;
 pub mod shm;

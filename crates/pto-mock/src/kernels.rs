@@ -1,7 +1,7 @@
 //! The portable kernel library: small kernels that every backend can have under the same names.
 //!
 //! A program or a test that keeps to these runs unchanged on the emulator and on a real runtime. Each is defined by
-//! its name, its [`Signature`] and the sentence in the table; a binding
+//! its name, its [`Signature`] and the sentence in the table; [`install`] adds the emulator's versions, and a binding
 //! brings its own (on Simpler: a vector kernel that finds its peers through the communication context).
 //!
 //! | name | tensors | scalars | what it does |
@@ -28,7 +28,11 @@
 //! start of the window to a cell of 4 bytes, aligned to 4. Scalars are 64 bits wide; values and thresholds use the
 //! low 32 bits as a signed integer, and sums wrap. Tensors are dense.
 
+mod emulated;
+
 use pto_simpler_sys::{Access, CallableSpec, Signature};
+
+pub use emulated::install;
 
 /// `pto_store`.
 pub const STORE: &str = "pto_store";

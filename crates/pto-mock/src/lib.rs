@@ -4,6 +4,7 @@
 pub mod conformance;
 pub mod fixtures;
 pub mod kernels;
+pub mod strategies;
 
 mod board;
 mod builder;

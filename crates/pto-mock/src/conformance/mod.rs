@@ -12,6 +12,30 @@
 //! 3. Each test calls [`check`], which runs one of [`RULES`] and judges it: kept, skipped (printed, with the
 //!    capability that is missing), broken, or deviating as known.
 //!
+//! A backend in another crate runs the suite with this much:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use pto_mock::conformance::{BackendFactory, BackendSpec, CreateError};
+//! use pto_mock::{Emulator, kernels};
+//! use pto_simpler_sys::Backend;
+//!
+//! struct Mine;
+//!
+//! impl BackendFactory for Mine {
+//!     fn name(&self) -> String {
+//!         "mine".into()
+//!     }
+//!     fn create(&self, spec: &BackendSpec) -> Result<Arc<dyn Backend>, CreateError> {
+//!         let builder = Emulator::builder().chips(spec.chips).sub_workers(spec.sub_workers);
+//!         Ok(kernels::install(builder).build().map_err(CreateError::failed)?)
+//!     }
+//! }
+//!
+//! pto_mock::conformance_tests!(Mine);
+//! # pto_mock::conformance::rules::runs::an_empty_run_is_accepted_and_ends(&Mine).unwrap();
+//! ```
+//!
 //! # Kernels
 //!
 //! The rules use the portable kernels of [`crate::kernels`] under their names, registered as
