@@ -96,10 +96,7 @@ impl EmulatorFactory {
 
     /// The same with options of the emulator's.
     #[must_use]
-    pub fn with(
-        mut self,
-        configure: impl Fn(EmulatorBuilder) -> EmulatorBuilder + Send + Sync + 'static,
-    ) -> Self {
+    pub fn with(mut self, configure: impl Fn(EmulatorBuilder) -> EmulatorBuilder + Send + Sync + 'static) -> Self {
         self.configure = Box::new(configure);
         self
     }

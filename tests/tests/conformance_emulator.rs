@@ -37,9 +37,11 @@ mod huge_pages {
 /// Range copies and device fill.
 mod ranges {
     use super::{CopyGranularity, EmulatorFactory, Mapping};
-    pto_mock::conformance_tests!(EmulatorFactory::new("range-copying emulator").with(|e| {
-        e.copy_granularity(CopyGranularity::ByteRange).device_fill(true).mapping(Mapping::Pages4K)
-    }));
+    pto_mock::conformance_tests!(
+        EmulatorFactory::new("range-copying emulator").with(|e| {
+            e.copy_granularity(CopyGranularity::ByteRange).device_fill(true).mapping(Mapping::Pages4K)
+        })
+    );
 }
 
 /// As Simpler: a failed chip task is final.
@@ -73,9 +75,7 @@ mod small_limits {
 /// Without sub-workers the rules that hold runs are skipped, and nothing else changes.
 mod no_sub_workers {
     use super::EmulatorFactory;
-    pto_mock::conformance_tests!(
-        EmulatorFactory::new("emulator without sub-workers").with(|e| e.sub_workers(0))
-    );
+    pto_mock::conformance_tests!(EmulatorFactory::new("emulator without sub-workers").with(|e| e.sub_workers(0)));
 }
 
 /// Each test in a process of its own, as for backends that have chip processes.

@@ -8,7 +8,7 @@ use pto_simpler_sys::{BackendError, Call, ChipId, DeviceBufferId, FailureKind, H
 use super::Core;
 use super::control::host_region;
 use super::domain::{DIRT, segment_failure, take_address};
-use super::run::abandoned;
+use super::run::closed_by_abandon;
 use super::state::{HostMemory, Phase, Resident};
 use super::window::Region;
 use crate::journal::EventKind;
@@ -20,7 +20,7 @@ impl Core {
         {
             let state = self.state.lock();
             if state.abandoned {
-                return Err(abandoned(call));
+                return Err(closed_by_abandon(call));
             }
             if !matches!(state.phase, Phase::New | Phase::Ready) {
                 let message = format!("the worker is {:?}; buffers are created in New or Ready", state.phase);
@@ -175,7 +175,7 @@ impl Core {
         {
             let state = self.state.lock();
             if state.abandoned {
-                return Err(abandoned(call));
+                return Err(closed_by_abandon(call));
             }
             self.require_ready(&state, call)?;
             if let Some(dead) = state.lane(chip).and_then(|lane| lane.dead.clone()) {

@@ -14,7 +14,7 @@ use pto_simpler_sys::{
 };
 
 use super::Core;
-use super::run::abandoned;
+use super::run::{abandoned, closed_by_abandon};
 use super::state::State;
 use super::window::Region;
 use crate::board::Board;
@@ -184,7 +184,7 @@ impl Core {
             return Ok(Access { core: self, run: Some(building.run) });
         }
         if state.abandoned {
-            return Err(abandoned(call));
+            return Err(closed_by_abandon(call));
         }
         self.require_ready(&state, call)?;
         let in_flight = state.runs.len();

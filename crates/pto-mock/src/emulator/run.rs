@@ -65,7 +65,7 @@ impl Core {
 
     fn check_admission(&self, state: &State, run: RunId) -> Result<(), BackendError> {
         if state.abandoned {
-            return Err(abandoned(Call::Submit));
+            return Err(closed_by_abandon(Call::Submit));
         }
         self.require_ready(state, Call::Submit)?;
         if state.used(run) {
@@ -343,7 +343,12 @@ fn doom(state: &mut State, run: RunId) {
     }
 }
 
-/// The error of calls after `abandon`.
+/// The misuse of a call that begins after `abandon`, which closed the worker.
+pub(crate) fn closed_by_abandon(call: Call) -> BackendError {
+    BackendError::misuse(call, "the worker was abandoned, which closed it; only close is left")
+}
+
+/// The failure of a call that `abandon` interrupts.
 pub(crate) fn abandoned(call: Call) -> BackendError {
     RuntimeFailure::new(call, "Abandoned", "the emulator was abandoned; only close is left")
         .with_effect(Effect::None)

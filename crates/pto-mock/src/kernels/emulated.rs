@@ -1,8 +1,6 @@
 //! The emulator's versions of the portable kernels.
 
-use super::{
-    ADD, AWAIT, COPY, FAIL, GATE, HANDSHAKE, PEEK, RANK, SIGNAL, STORE, SUB_ADD, SUB_FAIL, signature,
-};
+use super::{ADD, AWAIT, COPY, FAIL, GATE, HANDSHAKE, PEEK, RANK, SIGNAL, STORE, SUB_ADD, SUB_FAIL, signature};
 use crate::{Cell, DomainView, EmulatorBuilder, Kernel, KernelError, MemoryView, SubTask};
 
 /// Adds the library to an emulator's named kernels.
