@@ -91,7 +91,7 @@ mod own_directory {
 }
 
 fn verdict(rule: &str, factory: &EmulatorFactory) -> Verdict {
-    let rule: &Rule = RULES.iter().find(|r| r.name == rule).unwrap();
+    let rule: &Rule = RULES.iter().find(|r| r.name == rule).expect("a rule of the list");
     judge(rule, factory)
 }
 
