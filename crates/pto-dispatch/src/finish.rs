@@ -14,6 +14,7 @@ use crate::error::{Error, Failure};
 use crate::inner::{Inner, Refusal, Stage, Storage};
 use crate::program::DispatchId;
 use crate::staging;
+use crate::sync::Ordering;
 
 /// Where the backend reports ends. Weak, because the worker owns the backend.
 #[derive(Debug)]
@@ -59,6 +60,9 @@ impl Inner {
         failures.extend(outcome.cleanup.map(Error::Backend));
         failures.extend(staging::release(&*self.backend, &mut storage.staging));
         program.counters.staging_returned(std::mem::take(&mut storage.staging_bytes));
+        if storage.allocated > 0 {
+            self.ordered.fetch_sub(1, Ordering::AcqRel);
+        }
         let cell = storage.cell.take();
         storage.clear();
 

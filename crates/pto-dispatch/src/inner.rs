@@ -20,7 +20,7 @@ use crate::program::{Args, Program};
 use crate::shutdown::Shutdown;
 use crate::staging::StagingCache;
 use crate::stats::Counters;
-use crate::sync::Mutex;
+use crate::sync::{AtomicUsize, Mutex};
 
 /// Why submitters are turned away.
 #[derive(Clone, Debug)]
@@ -191,6 +191,9 @@ pub(crate) struct Inner {
     pub(crate) staging: StagingCache,
     /// The read-only zeros of a range-copying backend, made before the start.
     pub(crate) zeros: Option<HostBufferId>,
+    /// Dispatches in flight that have allocated a domain: the backend makes the next submission wait for their
+    /// cleanup.
+    pub(crate) ordered: AtomicUsize,
     pub(crate) failures: Mutex<Failures>,
     pub(crate) resident: Mutex<Vec<DeviceBufferId>>,
     /// Host buffers dropped inside a graph builder, to be released after it.

@@ -26,7 +26,7 @@ use crate::options::{Mode, Options};
 use crate::program::{Program, Target};
 use crate::shutdown::{Shutdown, close_after};
 use crate::staging::StagingCache;
-use crate::sync::Mutex;
+use crate::sync::{AtomicUsize, Mutex};
 
 static NEXT_WORKER: AtomicU64 = AtomicU64::new(1);
 
@@ -92,6 +92,7 @@ fn prepare_on(
         pool: CellPool::new(),
         staging: StagingCache::new(mode.staging),
         zeros,
+        ordered: AtomicUsize::new(0),
         failures: Mutex::default(),
         resident: Mutex::default(),
         deferred: Mutex::default(),

@@ -13,6 +13,7 @@ use crate::inner::{Inner, PreparedProgram, Stage, Storage, panic_text};
 use crate::program::{Args, DispatchId, ProgramId};
 use crate::reentry::{self, Building};
 use crate::stats::add;
+use crate::sync::Ordering;
 
 /// Whether a submitter waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +75,8 @@ impl Inner {
     fn most_in_flight(&self, program: &PreparedProgram) -> usize {
         let resets = self.mode.reset && self.table.lock().retained(program.index).next().is_some();
         let depth = self.negotiated.get().map_or(1, |n| n.depth.guaranteed());
-        if resets { 0 } else { (depth as usize).saturating_sub(1) }
+        let waits = resets || self.ordered.load(Ordering::Acquire) > 0;
+        if waits { 0 } else { (depth as usize).saturating_sub(1) }
     }
 
     /// Everything of the opening that can be settled before the run: the plan with its checks, and staging.
@@ -86,6 +88,9 @@ impl Inner {
         patience: Patience,
     ) -> Result<(), Error> {
         storage.plan = self.opening_plan(program)?;
+        if patience == Patience::Try && grant.in_flight > 0 && self.ordered.load(Ordering::Acquire) > 0 {
+            return Err(Error::WouldBlock { reason: "the cleanup of an earlier dispatch comes first" });
+        }
         let Some(reset) = &storage.plan.reset else { return Ok(()) };
         if patience == Patience::Try && grant.in_flight > 0 && reset.copies() > 0 {
             return Err(Error::WouldBlock { reason: "the reset waits for the dispatches in flight" });
@@ -163,6 +168,9 @@ impl Inner {
     /// The run is the backend's: publish it, and go on where its end was reported already.
     fn accept(&self, program: &PreparedProgram, grant: Grant, storage: Box<Storage>) {
         add(&program.counters.dispatches, 1);
+        if storage.allocated > 0 {
+            self.ordered.fetch_add(1, Ordering::AcqRel);
+        }
         if !storage.leased.is_empty() {
             let mut table = self.table.lock();
             for slot in &storage.leased {
