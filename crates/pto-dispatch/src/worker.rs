@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::inner::Inner;
 use crate::options::Options;
 use crate::prepare::prepare;
-use crate::program::{Args, Program, ProgramId, Target};
+use crate::program::{Args, DispatchId, Program, ProgramId, Target};
 use crate::stats::ProgramStats;
 use crate::submit::Patience;
 
@@ -188,6 +188,12 @@ impl PreparedWorker {
     #[must_use]
     pub fn negotiated(&self) -> Option<Negotiated> {
         self.inner.negotiated.get().copied()
+    }
+
+    /// The dispatches that hold a frame: published and not terminal, or being built. Oldest first.
+    #[must_use]
+    pub fn in_flight(&self) -> Vec<DispatchId> {
+        self.inner.admission.in_use().into_iter().map(DispatchId).collect()
     }
 
     /// What the dispatches of `program` have cost so far.

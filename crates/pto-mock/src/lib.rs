@@ -12,6 +12,8 @@ mod emulator;
 mod faults;
 mod journal;
 mod kernel;
+#[cfg(feature = "lifecycle")]
+pub mod lifecycle;
 mod memory;
 
 pub use builder::{Completion, EmulatorBuilder, Mapping};
