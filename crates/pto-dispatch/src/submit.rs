@@ -215,20 +215,31 @@ impl Inner {
     fn reject(&self, program: &PreparedProgram, id: u64, opened: bool, rejection: &Rejection) {
         let error = rejection.error.clone();
         let already = matches!(error, Error::Poisoned(_) | Error::Finished(_));
+        let swept = rejection.swept.clone().map(Error::Backend);
+        if let Some(swept) = &swept
+            && !self.mode.persistent
+        {
+            // The submitter gets its own error, so this one is for close to report. The backend accepts nothing more.
+            self.failures.lock().loose.push(swept.clone());
+        }
         if already || !((opened && self.mode.persistent) || error.must_reprepare()) {
             tracing::debug!(dispatch = id, %error, "rejected");
             return;
         }
-        let (cause, secondary) = match &rejection.first {
+        let (cause, mut secondary) = match &rejection.first {
             // The builder went on after a failure that stuck, and ended with one of its own.
             Some(first) if matches!(error, Error::Program { .. } | Error::Panicked { .. }) => {
                 (first.clone(), vec![error])
             }
             _ => (error, Vec::new()),
         };
+        let unseen = swept.is_some();
+        secondary.extend(swept);
         let failure: Arc<Failure> = self.fail(DispatchId(id), Arc::clone(&program.name), cause, secondary);
-        // The submitter has it.
-        failure.mark_delivered();
+        if !unseen {
+            // The submitter has all of it.
+            failure.mark_delivered();
+        }
     }
 }
 
@@ -255,11 +266,19 @@ struct Rejection {
     first: Option<Error>,
     /// A panic to resume in the submitter instead.
     payload: Option<Payload>,
+    /// The backend could not clean up after the failed build.
+    swept: Option<BackendError>,
 }
 
 impl Verdict {
     fn of(submitted: Result<Result<(), SubmitError>, Payload>, built: Built, program: &Arc<str>) -> Self {
-        let rejected = |error, first, payload| Self::Rejected(Box::new(Rejection { error, first, payload }));
+        let swept = match (&submitted, &built) {
+            (Ok(Err(SubmitError::Backend(error))), Built::Failed { .. } | Built::Panicked { .. }) => {
+                Some(error.clone())
+            }
+            _ => None,
+        };
+        let rejected = |error, first, payload| Self::Rejected(Box::new(Rejection { error, first, payload, swept }));
         match (submitted, built) {
             (Ok(Ok(())), Built::Complete) => Self::Accepted,
             (Ok(_), Built::Failed { error, first }) => rejected(error, first, None),

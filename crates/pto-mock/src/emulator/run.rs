@@ -44,11 +44,10 @@ impl Core {
         match built {
             Ok(Ok(())) => self.accept(run)?,
             Ok(Err(BuildFailed)) => {
-                self.cancel(run);
-                return Err(BuildFailed.into());
+                return Err(self.cancel(run).map_or(SubmitError::Build(BuildFailed), SubmitError::Backend));
             }
             Err(payload) => {
-                self.cancel(run);
+                let _swept = self.cancel(run);
                 resume_unwind(payload);
             }
         }
@@ -139,7 +138,7 @@ impl Core {
         let mut state = self.state.lock();
         if state.abandoned {
             drop(state);
-            self.cancel(run);
+            let _swept = self.cancel(run);
             return Err(abandoned(Call::Submit));
         }
         if let Some(run) = state.run_mut(run) {
@@ -157,8 +156,9 @@ impl Core {
         self.changed.notify_all();
     }
 
-    /// Cancels a run whose build failed: what has not started never will, what has is fenced, then cleanup.
-    fn cancel(&self, run: RunId) {
+    /// Cancels a run whose build failed: what has not started never will, what has is fenced, then cleanup, whose
+    /// failure it returns.
+    fn cancel(&self, run: RunId) -> Option<BackendError> {
         let mut state = self.state.lock();
         if let Some(run) = state.run(run) {
             run.interrupt.raise(Interrupt::RunFailed);
@@ -172,14 +172,15 @@ impl Core {
         drop(state);
         let cleanup = self.clean_up(run, false);
         let mut state = self.state.lock();
-        if let Some(error) = cleanup {
-            state.cleanup_failure.get_or_insert(error);
+        if let Some(error) = &cleanup {
+            state.cleanup_failure.get_or_insert_with(|| error.clone());
         }
         state.runs.retain(|r| r.id != run);
         state.cancelled.insert(run.0);
         self.journal.record(EventKind::BuildFailed(run));
         self.end_build(&mut state);
         self.wake_all_lanes();
+        cleanup
     }
 
     /// The thread that lets runs pass their fences in order, cleans up after them and reports their ends.
