@@ -3,7 +3,10 @@
 //! * [`scenario`]: the programs that the scenarios name (F0, F1, F2, F3, H), and programs over closures.
 //! * [`backend`]: backends by name. Suites that make sense on every backend take theirs from [`backend::chosen`],
 //!   which reads the environment variable `PTO_BACKEND` (the emulator where it is not set).
+//! * [`rig`]: a prepared worker on the backend under test, and shorthands for its journal.
+//! * [`spy`]: a wrapper that counts calls of any backend, and misbehaves where told to.
 //! * [`gate`]: how a test holds a thread or a kernel open, and how a hanging test ends.
+//! * [`parked`]: threads that a test wants to see blocked before it goes on.
 //! * [`shm`]: a private shared-memory directory, and the check that it is empty and unmapped.
 //!
 //! The suites themselves are in `tests/`, one file per area; each test carries the id of its scenario. They panic and
@@ -19,5 +22,8 @@
 
 pub mod backend;
 pub mod gate;
+pub mod parked;
+pub mod rig;
 pub mod scenario;
 pub mod shm;
+pub mod spy;

@@ -17,7 +17,8 @@ use std::sync::Arc;
 use pto_dispatch::{
     Args, Build, HostBuffer, Lease, Parameter, PreparedWorker, Program, ProgramResult, ProgramSpec,
 };
-use pto_simpler_sys::{Access, CallableSpec, ChipId, DataType, DomainRequest, NamedBuffer, Signature};
+use pto_mock::kernels;
+use pto_simpler_sys::{Access, CallableSpec, ChipId, DataType, DomainRequest, NamedBuffer};
 
 /// The domain name of every fixture.
 pub const DOMAIN: &str = "comm_d0";
@@ -55,40 +56,44 @@ pub fn program(
     Arc::new(FnProgram { spec, build: Box::new(build) })
 }
 
+fn chip(name: &str) -> CallableSpec {
+    CallableSpec::chip(name, kernels::signature(name))
+}
+
 /// Element i of an OUTPUT i32 tensor becomes v + i.
 #[must_use]
 pub fn store() -> CallableSpec {
-    CallableSpec::chip("pto_store", Signature::new([Access::Output], 1))
+    chip(kernels::STORE)
 }
 
 /// Adds v to each element of an INOUT i32 tensor.
 #[must_use]
 pub fn add() -> CallableSpec {
-    CallableSpec::chip("pto_add", Signature::new([Access::InOut], 1))
+    chip(kernels::ADD)
 }
 
 /// Rank r adds r + 1 to the cell of every other rank. Tensor: the signal buffer; scalars: context, offset.
 #[must_use]
 pub fn signal() -> CallableSpec {
-    CallableSpec::chip("pto_signal", Signature::new([Access::NoDependency], 2))
+    chip(kernels::SIGNAL)
 }
 
 /// Waits until the own cell is at least the threshold and stores it. Scalars: context, offset, threshold.
 #[must_use]
 pub fn await_cell() -> CallableSpec {
-    CallableSpec::chip("pto_await", Signature::new([Access::Output], 3))
+    chip(kernels::AWAIT)
 }
 
 /// Reads n elements of a rank's window. Scalars: context, rank, offset.
 #[must_use]
 pub fn peek() -> CallableSpec {
-    CallableSpec::chip("pto_peek", Signature::new([Access::Output], 3))
+    chip(kernels::PEEK)
 }
 
 /// Fails with the given code.
 #[must_use]
 pub fn fail() -> CallableSpec {
-    CallableSpec::chip("pto_fail", Signature::new([], 1))
+    chip(kernels::FAIL)
 }
 
 /// A request over the ranks [0, 1] with one buffer `signal` that fills the window.

@@ -87,6 +87,14 @@ pub struct BackendSpec {
     pub callables: Vec<CallableSpec>,
 }
 
+impl BackendSpec {
+    /// So many chip workers and sub-workers, no callables known beforehand.
+    #[must_use]
+    pub const fn new(chips: u32, sub_workers: u32) -> Self {
+        Self { chips, sub_workers, callables: Vec::new() }
+    }
+}
+
 /// Why a factory made no backend.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

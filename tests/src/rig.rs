@@ -1,0 +1,209 @@
+//! A prepared worker on the backend under test.
+//!
+//! Tests that need nothing but a backend run on the one that [`backend::chosen`](crate::backend::chosen) gives; tests that look into the journal or inject faults run on the emulator only, and say that
+//! they are skipped where another backend is chosen.
+
+use std::sync::Arc;
+
+use pto_dispatch::{Options, PreparedWorker, Program, ProgramId};
+use pto_mock::conformance::BackendSpec;
+use pto_mock::{Completion, Emulator, EmulatorBuilder, EventKind, Journal, Memory, kernels};
+use pto_simpler_sys::{Backend, DevicePlace, DomainId, RunId};
+
+use crate::backend;
+use crate::gate::HangGuard;
+use crate::shm::ShmDir;
+use crate::spy::Spy;
+
+/// The name under which the emulator is chosen.
+const EMULATOR: &str = "emulator";
+
+/// One test: a hang guard and a shared-memory directory of its own.
+#[derive(Debug)]
+pub struct Bench {
+    /// Where the emulator makes its memory.
+    pub shm: ShmDir,
+    _guard: HangGuard,
+}
+
+/// The bench of a test that needs the emulator; `None`, with a note, where another backend is chosen.
+#[must_use]
+pub fn emulator_only(name: &'static str) -> Option<Bench> {
+    let chosen = backend::chosen().unwrap().name();
+    if chosen == EMULATOR {
+        return Some(any_backend(name));
+    }
+    println!("{name}: skipped: needs the emulator, {} is {chosen}", backend::VARIABLE);
+    None
+}
+
+/// The bench of a test that runs on any backend.
+#[must_use]
+pub fn any_backend(name: &'static str) -> Bench {
+    Bench { shm: ShmDir::new(), _guard: HangGuard::arm(name) }
+}
+
+impl Bench {
+    /// An emulator with two chips and the portable kernels, to be changed further.
+    #[must_use]
+    pub fn builder(&self) -> EmulatorBuilder {
+        let memory = Memory::SharedIn(self.shm.path().to_owned());
+        kernels::install(Emulator::builder().memory(memory).chips(2))
+    }
+
+    /// A worker on this emulator.
+    ///
+    /// # Panics
+    ///
+    /// Where it cannot be prepared.
+    #[must_use]
+    pub fn prepare(&self, options: &Options, programs: &[Arc<dyn Program>], builder: EmulatorBuilder) -> Rig {
+        let emulator = builder.build().unwrap();
+        let mut rig = Self::prepare_on(options, programs, Arc::clone(&emulator) as Arc<dyn Backend>);
+        rig.emulator = Some(emulator);
+        rig
+    }
+
+    /// A worker on the backend under test.
+    ///
+    /// # Panics
+    ///
+    /// Where it cannot be prepared, or where the environment names no backend.
+    #[must_use]
+    pub fn prepare_any(&self, options: &Options, programs: &[Arc<dyn Program>], chips: u32) -> Rig {
+        let chosen = backend::chosen().unwrap();
+        if chosen.name() == EMULATOR {
+            // With its memory in a directory of this test's own.
+            return self.prepare(options, programs, self.builder().chips(chips));
+        }
+        Self::prepare_on(options, programs, chosen.create(&BackendSpec::new(chips, 1)).unwrap())
+    }
+
+    fn prepare_on(options: &Options, programs: &[Arc<dyn Program>], backend: Arc<dyn Backend>) -> Rig {
+        let spy = Spy::new(backend);
+        let worker = PreparedWorker::prepare(programs, options, Arc::clone(&spy) as Arc<dyn Backend>).unwrap();
+        let ids = worker.programs().collect();
+        Rig { worker, ids, spy, emulator: None }
+    }
+
+    /// Nothing is left in shared memory.
+    #[track_caller]
+    pub fn assert_clean(&self) {
+        self.shm.assert_clean();
+    }
+}
+
+/// A prepared worker and what is around it.
+#[derive(Debug)]
+pub struct Rig {
+    /// The worker.
+    pub worker: PreparedWorker,
+    /// Its programs.
+    pub ids: Vec<ProgramId>,
+    /// Between the worker and its backend.
+    pub spy: Arc<Spy>,
+    emulator: Option<Arc<Emulator>>,
+}
+
+impl Rig {
+    /// The emulator.
+    ///
+    /// # Panics
+    ///
+    /// On another backend.
+    #[must_use]
+    pub fn emulator(&self) -> &Emulator {
+        self.emulator.as_ref().unwrap()
+    }
+
+    /// The emulator, shared.
+    ///
+    /// # Panics
+    ///
+    /// On another backend.
+    #[must_use]
+    pub fn shared_emulator(&self) -> Arc<Emulator> {
+        Arc::clone(self.emulator.as_ref().unwrap())
+    }
+
+    /// The journal, where the backend has one.
+    #[must_use]
+    pub fn try_journal(&self) -> Option<Journal> {
+        self.emulator.as_ref().map(|emulator| emulator.journal())
+    }
+
+    /// The emulator's journal.
+    ///
+    /// # Panics
+    ///
+    /// On another backend.
+    #[must_use]
+    pub fn journal(&self) -> Journal {
+        self.emulator().journal()
+    }
+
+    /// From now on runs are held until they are completed by hand.
+    pub fn hold_runs(&self) {
+        self.emulator().set_completion(Completion::ByHand);
+    }
+
+    /// Lets a held run go.
+    ///
+    /// # Panics
+    ///
+    /// Where it is not in flight.
+    pub fn complete(&self, run: u64) {
+        self.emulator().complete(RunId(run)).unwrap();
+    }
+}
+
+/// Runs accepted so far.
+#[must_use]
+pub fn submits(journal: &Journal) -> usize {
+    journal.count(|e| matches!(e, EventKind::Accept(_)))
+}
+
+/// Every copy into a domain buffer: run, chip, position of the buffer, bytes.
+#[must_use]
+pub fn copies(journal: &Journal) -> Vec<(u64, u32, u32, u64)> {
+    let copy = |event: EventKind| match event {
+        EventKind::Copy { run: Some(run), chip, dst: DevicePlace::DomainBuffer { buffer, .. }, nbytes, .. } => {
+            Some((run.0, chip.0, buffer, nbytes))
+        }
+        _ => None,
+    };
+    journal.copies().into_iter().filter_map(copy).collect()
+}
+
+/// Every allocated domain with the name that the backend knows it by, in order.
+#[must_use]
+pub fn allocations(journal: &Journal) -> Vec<(String, DomainId)> {
+    let alloc = |event: EventKind| match event {
+        EventKind::Alloc { name, domain, .. } => Some((name.to_string(), domain)),
+        _ => None,
+    };
+    journal.select(|e| matches!(e, EventKind::Alloc { .. })).into_iter().filter_map(alloc).collect()
+}
+
+/// The first position of an event.
+///
+/// # Panics
+///
+/// Where there is none; with the whole journal.
+#[track_caller]
+#[must_use]
+pub fn at(journal: &Journal, what: &str, matches: impl Fn(&EventKind) -> bool) -> u64 {
+    journal.position(matches).unwrap_or_else(|| panic!("no {what} in\n{journal}"))
+}
+
+/// Asserts that positions in the journal grow.
+///
+/// # Panics
+///
+/// Where they do not; with the whole journal.
+#[track_caller]
+pub fn assert_order(journal: &Journal, order: &[(&str, u64)]) {
+    for pair in order.windows(2) {
+        assert!(pair[0].1 < pair[1].1, "{} must come before {} in\n{journal}", pair[0].0, pair[1].0);
+    }
+}

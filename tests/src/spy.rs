@@ -1,0 +1,200 @@
+//! A wrapper that counts calls of any backend, and misbehaves where a test tells it to.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use pto_simpler_sys::{
+    AbandonReport, Backend, BackendError, CallConfig, CallableSpec, Capabilities, ChipId, CopyTo, DeviceBufferId,
+    DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated, Registered, RunEvents, RunId,
+    RunOutcome, RunState, SubmitError,
+};
+
+/// A call that the spy saw, before it was forwarded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seen {
+    /// `register`.
+    Register,
+    /// `start`.
+    Start,
+    /// `submit`.
+    Submit(RunId),
+    /// `release_domain`.
+    ReleaseDomain(DomainId),
+    /// `free`.
+    Free(DeviceBufferId),
+    /// `close`.
+    Close,
+    /// `abandon`.
+    Abandon,
+}
+
+/// The wrapper.
+#[derive(Debug)]
+pub struct Spy {
+    inner: Arc<dyn Backend>,
+    seen: Mutex<Vec<Seen>>,
+    /// `release_domain` answers Ok and does nothing.
+    pub lie_about_release: AtomicBool,
+    /// Every end is reported from a thread that then panics.
+    pub panic_after_end: Arc<AtomicBool>,
+}
+
+impl Spy {
+    /// A well-behaved wrapper.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Backend>) -> Arc<Self> {
+        Arc::new(Self {
+            inner,
+            seen: Mutex::default(),
+            lie_about_release: AtomicBool::new(false),
+            panic_after_end: Arc::default(),
+        })
+    }
+
+    /// What it saw, in order.
+    #[must_use]
+    pub fn seen(&self) -> Vec<Seen> {
+        self.seen.lock().clone()
+    }
+
+    /// How many calls match.
+    #[must_use]
+    pub fn count(&self, matches: impl Fn(&Seen) -> bool) -> usize {
+        self.seen.lock().iter().filter(|seen| matches(seen)).count()
+    }
+
+    /// How often `close` was called.
+    #[must_use]
+    pub fn closes(&self) -> usize {
+        self.count(|seen| *seen == Seen::Close)
+    }
+
+    /// The domains whose release was asked for, in order.
+    #[must_use]
+    pub fn releases(&self) -> Vec<DomainId> {
+        let releases = |seen: &Seen| if let Seen::ReleaseDomain(id) = seen { Some(*id) } else { None };
+        self.seen.lock().iter().filter_map(releases).collect()
+    }
+
+    fn see(&self, seen: Seen) {
+        self.seen.lock().push(seen);
+    }
+}
+
+struct Ends {
+    to: Arc<dyn RunEvents>,
+    panic_after: Arc<AtomicBool>,
+}
+
+impl RunEvents for Ends {
+    fn ended(&self, run: RunId, outcome: RunOutcome) {
+        if !self.panic_after.load(Ordering::SeqCst) {
+            return self.to.ended(run, outcome);
+        }
+        let to = Arc::clone(&self.to);
+        let reporter = std::thread::spawn(move || {
+            to.ended(run, outcome);
+            // Unwinds as a panic does, without the message on standard error.
+            std::panic::resume_unwind(Box::new("the reporting thread panics"));
+        });
+        assert!(reporter.join().is_err());
+    }
+}
+
+#[deny(clippy::missing_trait_methods)]
+impl Backend for Spy {
+    fn capabilities(&self) -> &Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn check_blocking(&self) -> Result<(), BackendError> {
+        self.inner.check_blocking()
+    }
+
+    fn register(&self, callable: &CallableSpec) -> Result<Registered, BackendError> {
+        self.see(Seen::Register);
+        self.inner.register(callable)
+    }
+
+    fn start(&self, events: Arc<dyn RunEvents>) -> Result<Negotiated, BackendError> {
+        self.see(Seen::Start);
+        self.inner.start(Arc::new(Ends { to: events, panic_after: Arc::clone(&self.panic_after_end) }))
+    }
+
+    fn submit(&self, run: RunId, config: &CallConfig, graph: &mut dyn GraphBuilder) -> Result<(), SubmitError> {
+        self.see(Seen::Submit(run));
+        self.inner.submit(run, config, graph)
+    }
+
+    fn run_state(&self, run: RunId) -> RunState {
+        self.inner.run_state(run)
+    }
+
+    fn create_buffer(&self, nbytes: u64) -> Result<HostBufferId, BackendError> {
+        self.inner.create_buffer(nbytes)
+    }
+
+    fn create_zeros(&self, nbytes: u64) -> Result<HostBufferId, BackendError> {
+        self.inner.create_zeros(nbytes)
+    }
+
+    fn write_buffer(&self, buffer: HostBufferId, offset: u64, bytes: &[u8]) -> Result<(), BackendError> {
+        self.inner.write_buffer(buffer, offset, bytes)
+    }
+
+    fn read_buffer(&self, buffer: HostBufferId, offset: u64, bytes: &mut [u8]) -> Result<(), BackendError> {
+        self.inner.read_buffer(buffer, offset, bytes)
+    }
+
+    fn fill_buffer(&self, buffer: HostBufferId, byte: u8) -> Result<(), BackendError> {
+        self.inner.fill_buffer(buffer, byte)
+    }
+
+    fn release_buffer(&self, buffer: HostBufferId) -> Result<(), BackendError> {
+        self.inner.release_buffer(buffer)
+    }
+
+    fn alloc(&self, chip: ChipId, nbytes: u64) -> Result<DeviceBufferId, BackendError> {
+        self.inner.alloc(chip, nbytes)
+    }
+
+    fn free(&self, buffer: DeviceBufferId) -> Result<(), BackendError> {
+        self.see(Seen::Free(buffer));
+        self.inner.free(buffer)
+    }
+
+    fn copy_to(&self, copy: &CopyTo) -> Result<(), BackendError> {
+        self.inner.copy_to(copy)
+    }
+
+    fn copy_from(&self, dst: HostBufferId, src: DevicePlace, nbytes: u64) -> Result<(), BackendError> {
+        self.inner.copy_from(dst, src, nbytes)
+    }
+
+    fn release_domain(&self, domain: DomainId) -> Result<(), BackendError> {
+        self.see(Seen::ReleaseDomain(domain));
+        if self.lie_about_release.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        self.inner.release_domain(domain)
+    }
+
+    fn domain_state(&self, domain: DomainId) -> Result<DomainState, BackendError> {
+        self.inner.domain_state(domain)
+    }
+
+    fn committed_device_memory(&self, chip: ChipId) -> Result<u64, BackendError> {
+        self.inner.committed_device_memory(chip)
+    }
+
+    fn close(&self) -> Result<(), BackendError> {
+        self.see(Seen::Close);
+        self.inner.close()
+    }
+
+    fn abandon(&self) -> AbandonReport {
+        self.see(Seen::Abandon);
+        self.inner.abandon()
+    }
+}
