@@ -157,6 +157,31 @@ impl Rig {
     }
 }
 
+/// Abandons the emulator when a test panics, so that the threads it waits for come back and it fails instead of
+/// hanging. Put it into the scope that joins them.
+#[derive(Debug)]
+pub struct Rescue<'a>(&'a Emulator);
+
+impl Rig {
+    /// A rescue for this rig.
+    ///
+    /// # Panics
+    ///
+    /// On another backend than the emulator.
+    #[must_use]
+    pub fn rescue(&self) -> Rescue<'_> {
+        Rescue(self.emulator())
+    }
+}
+
+impl Drop for Rescue<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let _report = self.0.abandon();
+        }
+    }
+}
+
 /// Runs accepted so far.
 #[must_use]
 pub fn submits(journal: &Journal) -> usize {

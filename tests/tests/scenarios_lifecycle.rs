@@ -54,6 +54,7 @@ fn s01_close_order() {
     let third = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
     let journal = rig.journal();
     std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
         let close = parked::spawn(scope, || rig.worker.close());
         until_closing(&rig);
         rig.complete(2);
@@ -97,6 +98,7 @@ fn s02_submit_against_a_closing_worker() {
     rig.hold_runs();
     let handles: Vec<_> = (0..2).map(|_| rig.worker.submit(rig.ids[0], &no_args()).unwrap()).collect();
     std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
         let blocked = parked::spawn(scope, || rig.worker.submit(rig.ids[0], &no_args()).map(drop));
         blocked.wait_parked();
         let close = parked::spawn(scope, || rig.worker.close());
@@ -154,6 +156,7 @@ fn s04_two_threads_close() {
     let rig = f1n(&bench);
     rig.emulator().arm(Fault::new(Call::Close, FaultEffect::Hang));
     std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
         let first = parked::spawn(scope, || rig.worker.close());
         rig.emulator().faults().wait_hung(1);
         let second = parked::spawn(scope, || rig.worker.close());
@@ -174,6 +177,7 @@ fn s04_two_threads_close_and_get_the_same_error() {
     rig.emulator().arm(Fault::new(Call::ReleaseDomain, FaultEffect::Hang));
     rig.emulator().arm(Fault::new(Call::Close, FaultEffect::Before));
     std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
         let first = parked::spawn(scope, || rig.worker.close());
         rig.emulator().faults().wait_hung(1);
         let second = parked::spawn(scope, || rig.worker.close());
@@ -199,6 +203,7 @@ fn s05_backend_panics_while_staging_is_released() {
     rig.emulator().arm(Fault::new(Call::ReleaseBuffer, FaultEffect::Unwind));
     let dispatch = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
     std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
         let waiters: Vec<_> = (0..3).map(|_| parked::spawn(scope, || dispatch.wait())).collect();
         waiters.iter().for_each(parked::Parked::wait_parked);
         rig.complete(2);
@@ -225,6 +230,7 @@ fn s05_reporting_thread_and_a_waiter_panic() {
     rig.spy.panic_after_end.store(true, Ordering::SeqCst);
     let dispatch = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
     std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
         let panicking = parked::spawn(scope, || {
             catch_unwind(AssertUnwindSafe(|| {
                 dispatch.wait().unwrap();

@@ -105,6 +105,7 @@ fn s22_two_dispatches_in_flight_at_most_double_the_peak() {
     rig.hold_runs();
     let second = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
     std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
         let third = scope.spawn(|| rig.worker.submit(rig.ids[0], &no_args()).unwrap());
         let waits = EventKind::Wait { run: RunId(3), on: WaitFor::Head };
         rig.emulator().wait_until(|events| events.iter().any(|e| e.kind == waits));
@@ -303,12 +304,13 @@ fn warm_gated(bench: &Bench, gate: &Gate, early: bool) -> (Rig, Cells, Cells) {
 fn s27_never_wipe_under_a_running_dispatch() {
     let Some(bench) = emulator_only("s27") else { return };
     let gate = Gate::new();
-    let _open = OpenOnDrop(gate.clone());
     let (rig, out2, out3) = warm_gated(&bench, &gate, false);
     // Runs 2 and 3 are the first and second dispatch of the scenario; run 1 warmed the domain.
     let running = rig.worker.submit(rig.ids[0], &out2.args()).unwrap();
     gate.wait_arrived(2);
     std::thread::scope(|scope| {
+        let _open = OpenOnDrop(gate.clone());
+        let _rescue = rig.rescue();
         let next = parked::spawn(scope, || rig.worker.submit(rig.ids[0], &out3.args()).unwrap());
         let waits = EventKind::Wait { run: RunId(3), on: WaitFor::Head };
         rig.emulator().wait_until(|events| events.iter().any(|e| e.kind == waits));
