@@ -1,5 +1,6 @@
 //! Bad input: each is a typed error, nothing is lost, and the worker is usable afterwards unless the design says that
 //! it is poisoned (I13).
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, OnceLock, Weak};

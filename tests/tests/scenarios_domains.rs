@@ -1,4 +1,5 @@
 //! Retention and isolation: S14 to S20. Rules 8 to 12, 16 and 17; invariants I1 to I4, I7 and I8.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::sync::{Arc, Mutex};
 

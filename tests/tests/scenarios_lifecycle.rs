@@ -1,4 +1,5 @@
 //! Lifecycle and close: S01 to S11. Rules 6, 7, 17, 20 and 21; invariants I4, I5, I12 and I14.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,5 @@
 //! Reset and mapping: S22 to S27. Rules 12 to 16; invariants I8 and I11.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -300,6 +301,13 @@ fn warm_gated(bench: &Bench, gate: &Gate, early: bool) -> (Rig, Cells, Cells) {
     (rig, first, second)
 }
 
+/// Waits until both ranks of run 2 have signalled and rank 1 is at the gate.
+fn until_signalled(rig: &Rig, gate: &Gate) {
+    gate.wait_arrived(2);
+    let signalled = |e: &EventKind| matches!(e, EventKind::TaskEnd { run: RunId(2), ok: true, .. });
+    rig.emulator().wait_until(|events| events.iter().filter(|e| signalled(&e.kind)).count() == 2);
+}
+
 #[test]
 fn s27_never_wipe_under_a_running_dispatch() {
     let Some(bench) = emulator_only("s27") else { return };
@@ -307,7 +315,7 @@ fn s27_never_wipe_under_a_running_dispatch() {
     let (rig, out2, out3) = warm_gated(&bench, &gate, false);
     // Runs 2 and 3 are the first and second dispatch of the scenario; run 1 warmed the domain.
     let running = rig.worker.submit(rig.ids[0], &out2.args()).unwrap();
-    gate.wait_arrived(2);
+    until_signalled(&rig, &gate);
     std::thread::scope(|scope| {
         let _open = OpenOnDrop(gate.clone());
         let _rescue = rig.rescue();
@@ -337,7 +345,7 @@ fn s27_negative_control_a_backend_that_copies_early_is_caught() {
     let _open = OpenOnDrop(gate.clone());
     let (rig, out2, out3) = warm_gated(&bench, &gate, true);
     let running = rig.worker.submit(rig.ids[0], &out2.args()).unwrap();
-    gate.wait_arrived(2);
+    until_signalled(&rig, &gate);
     // The wipe does not wait: the submission returns while rank 1 has not read its signal.
     let next = rig.worker.submit(rig.ids[0], &out3.args()).unwrap();
     let journal = rig.journal();
