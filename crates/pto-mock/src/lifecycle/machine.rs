@@ -1,6 +1,8 @@
 //! The state machine test: every transition on a real worker over the emulator, compared with the model, and all
 //! invariants after each step.
 
+#![allow(clippy::panic, reason = "a state machine test reports by panicking")]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

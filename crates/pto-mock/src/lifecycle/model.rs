@@ -245,7 +245,7 @@ impl World {
         }
     }
 
-    fn requests<'a>(&'a self, program: usize) -> impl Iterator<Item = (usize, &'a DomainRequest)> {
+    fn requests(&self, program: usize) -> impl Iterator<Item = (usize, &DomainRequest)> {
         self.retained[program]
             .iter()
             .zip(&self.shape.programs[program])
