@@ -15,6 +15,8 @@ mod kernel;
 #[cfg(feature = "lifecycle")]
 pub mod lifecycle;
 mod memory;
+pub mod mocks;
+mod wrappers;
 
 pub use builder::{Completion, EmulatorBuilder, Mapping};
 pub use emulator::{Emulator, EmulatorStats};
@@ -24,3 +26,4 @@ pub use faults::{
 pub use journal::{Event, EventKind, FreeCause, Journal, WaitFor};
 pub use kernel::{Cell, DomainView, EntryContext, Kernel, KernelError, KernelObject, MemoryView, SubTask};
 pub use memory::Memory;
+pub use wrappers::{EarlyCopyBackend, FaultyBackend, JournalBackend};
