@@ -1,5 +1,5 @@
 //! Domains, memory and copies: validation, mappings, reuse, release, limits.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "this is test code")]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::clone_on_ref_ptr, reason = "this is test code")]
 
 mod common;
 

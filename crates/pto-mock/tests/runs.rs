@@ -1,6 +1,6 @@
 //! Runs: order, fences, depth, acceptance, ends.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "this is test code")]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::clone_on_ref_ptr, reason = "this is test code")]
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! Faults, journals and the negative control over any backend, and the mocks.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "this is test code")]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::clone_on_ref_ptr, reason = "this is test code")]
 
 mod common;
 

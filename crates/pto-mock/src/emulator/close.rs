@@ -233,12 +233,14 @@ impl Core {
         state.finisher_end = true;
         self.wake_all_lanes();
         self.finish.notify_all();
+        // Once an abandon has given up on what is stuck, only threads that are not stuck are waited for.
         let ending = |state: &State| {
-            state.lanes.iter().any(|lane| lane.end && !lane.gone)
-                || state.subs.iter().any(|sub| !sub.gone)
-                || !state.finisher_gone
+            let lost = state.lost;
+            state.lanes.iter().any(|lane| lane.end && !lane.gone && !(lost && lane.busy.is_some()))
+                || state.subs.iter().any(|sub| !sub.gone && !(lost && sub.busy.is_some()))
+                || (!state.finisher_gone && !(lost && state.reporting))
         };
-        while ending(&state) && !state.lost {
+        while ending(&state) {
             self.changed.wait(&mut state);
         }
         let mut joinable = Vec::new();
