@@ -237,8 +237,8 @@ impl Core {
         let ending = |state: &State| {
             let lost = state.lost;
             state.lanes.iter().any(|lane| lane.end && !lane.gone && !(lost && lane.busy.is_some()))
-                || state.subs.iter().any(|sub| !sub.gone && !(lost && sub.busy.is_some()))
-                || (!state.finisher_gone && !(lost && state.reporting))
+                || state.subs.iter().any(|sub| !(sub.gone || lost && sub.busy.is_some()))
+                || !(state.finisher_gone || lost && state.reporting)
         };
         while ending(&state) {
             self.changed.wait(&mut state);
