@@ -4,11 +4,11 @@
 
 use std::sync::Arc;
 
-use pto_mock::Mapping;
 use pto_mock::conformance::{
     BackendFactory, BackendSpec, CreateError, Deviation, RULES, Rule, TestPath, Verdict, check, check_deviations,
     judge,
 };
+use pto_mock::{FaultSchedule, FaultyBackend, JournalBackend, Mapping};
 use pto_simpler_sys::{Backend, CopyGranularity, Limits};
 use pto_tests::backend::EmulatorFactory;
 
@@ -88,6 +88,32 @@ mod own_processes {
 mod own_directory {
     use super::EmulatorFactory;
     pto_mock::conformance_tests!(EmulatorFactory::new("emulator in a directory").in_own_directory().unwrap());
+}
+
+/// Behind a wrapper that injects no faults.
+mod behind_faults {
+    use super::{Arc, EmulatorFactory, FaultSchedule, FaultyBackend};
+    pto_mock::conformance_tests!(
+        EmulatorFactory::new("emulator behind no faults")
+            .behind(|emulator| Arc::new(FaultyBackend::new(emulator, FaultSchedule::none())))
+    );
+}
+
+/// Behind a wrapper that keeps a journal.
+mod behind_a_journal {
+    use super::{Arc, EmulatorFactory, JournalBackend};
+    pto_mock::conformance_tests!(
+        EmulatorFactory::new("emulator behind a journal")
+            .behind(|emulator| Arc::new(JournalBackend::new(emulator)))
+    );
+}
+
+/// Wrappers stack.
+mod behind_both {
+    use super::{Arc, EmulatorFactory, FaultSchedule, FaultyBackend, JournalBackend};
+    pto_mock::conformance_tests!(EmulatorFactory::new("emulator behind both").behind(|emulator| {
+        Arc::new(JournalBackend::new(Arc::new(FaultyBackend::new(emulator, FaultSchedule::none()))))
+    }));
 }
 
 fn verdict(rule: &str, factory: &EmulatorFactory) -> Verdict {
