@@ -128,6 +128,8 @@ impl Storage {
     /// Lets go of everything that belongs to one dispatch, keeps the memory.
     pub(crate) fn clear(&mut self) {
         self.args.clear();
+        // What it refers to is the caller's; the default holds nothing.
+        self.config = CallConfig::new();
         self.kept_hosts.clear();
         self.kept_tensors.clear();
         self.sources.clear();

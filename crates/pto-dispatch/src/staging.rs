@@ -34,19 +34,24 @@ impl StagingCache {
     }
 
     /// Fills `sources` with one zero buffer per size, in order, and `owned` with those of them that belong to this
-    /// dispatch alone. Everything made here is released again where one of them cannot be had.
+    /// dispatch alone, and returns how many had to be made. Those of this dispatch are released again where one of
+    /// them cannot be had.
     pub(crate) fn acquire(
         &self,
         backend: &dyn Backend,
         sizes: &[u64],
         sources: &mut Vec<HostBufferId>,
         owned: &mut Vec<HostBufferId>,
-    ) -> Result<(), Error> {
+    ) -> Result<u64, Error> {
         sources.clear();
         owned.clear();
+        let mut made = 0;
         for &nbytes in sizes {
             match self.source(backend, nbytes, owned) {
-                Ok(id) => sources.push(id),
+                Ok((id, fresh)) => {
+                    sources.push(id);
+                    made += u64::from(fresh);
+                }
                 Err(error) => {
                     for failed in release(backend, owned) {
                         tracing::warn!(error = %failed, "a staging buffer could not be released");
@@ -56,17 +61,18 @@ impl StagingCache {
                 }
             }
         }
-        Ok(())
+        Ok(made)
     }
 
+    /// A zero buffer of this size, and whether it was made just now.
     fn source(
         &self,
         backend: &dyn Backend,
         nbytes: u64,
         owned: &mut Vec<HostBufferId>,
-    ) -> Result<HostBufferId, BackendError> {
+    ) -> Result<(HostBufferId, bool), BackendError> {
         if let Some(kept) = self.buffers.lock().iter().find(|k| k.nbytes == nbytes) {
-            return Ok(kept.id);
+            return Ok((kept.id, false));
         }
         let id = guarded(Call::CreateBuffer, || backend.create_buffer(nbytes))?;
         owned.push(id);
@@ -78,7 +84,7 @@ impl StagingCache {
             buffers.push(Kept { nbytes, id });
             owned.pop();
         }
-        Ok(id)
+        Ok((id, true))
     }
 
     /// Releases what was kept. For close.

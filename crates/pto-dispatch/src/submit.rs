@@ -103,10 +103,10 @@ impl Inner {
             None => {
                 let Storage { plan, sources, staging, .. } = storage;
                 let sizes = plan.reset.as_ref().map_or(&[][..], |reset| reset.staging_sizes());
-                self.staging.acquire(&*self.backend, sizes, sources, staging)?;
+                let made = self.staging.acquire(&*self.backend, sizes, sources, staging)?;
                 let owned = sizes.iter().zip(sources.iter()).filter(|(_, id)| staging.contains(id));
                 storage.staging_bytes = owned.map(|(nbytes, _)| *nbytes).sum();
-                program.counters.staging_taken(storage.staging.len() as u64, storage.staging_bytes);
+                program.counters.staging_taken(made, storage.staging_bytes);
             }
         }
         Ok(())
