@@ -1,5 +1,6 @@
 //! How tests hold something open, and how a hanging test ends. No sleeps, no assertions on time.
 
+use std::io::Write as _;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -93,7 +94,8 @@ impl HangGuard {
             let mut over = over.lock();
             while !*over {
                 if changed.wait_until(&mut over, deadline).timed_out() && !*over {
-                    eprintln!("{name} hangs: no end after {HANG_GUARD:?}");
+                    // Not `eprintln`: the harness captures that, and it would be lost with the process.
+                    let _told = writeln!(std::io::stderr(), "{name} hangs: no end after {HANG_GUARD:?}");
                     std::process::abort();
                 }
             }

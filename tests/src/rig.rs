@@ -23,7 +23,7 @@ const EMULATOR: &str = "emulator";
 pub struct Bench {
     /// Where the emulator makes its memory.
     pub shm: ShmDir,
-    _guard: HangGuard,
+    guard: Option<HangGuard>,
 }
 
 /// The bench of a test that needs the emulator; `None`, with a note, where another backend is chosen.
@@ -40,10 +40,17 @@ pub fn emulator_only(name: &'static str) -> Option<Bench> {
 /// The bench of a test that runs on any backend.
 #[must_use]
 pub fn any_backend(name: &'static str) -> Bench {
-    Bench { shm: ShmDir::new(), _guard: HangGuard::arm(name) }
+    Bench { shm: ShmDir::new(), guard: Some(HangGuard::arm(name)) }
 }
 
 impl Bench {
+    /// The same bench without the hang guard, for tests that bring a watchdog of their own.
+    #[must_use]
+    pub fn unguarded(mut self) -> Self {
+        self.guard = None;
+        self
+    }
+
     /// An emulator with two chips and the portable kernels, to be changed further.
     #[must_use]
     pub fn builder(&self) -> EmulatorBuilder {

@@ -5,14 +5,15 @@
 //! follows from its seed; how the threads interleave is the system's choice.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
+use std::io::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::JoinHandle;
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use pto_dispatch::{Args, Dispatch, Error, HostBuffer, Options, Parameter, Program, ProgramSpec, Staging};
-use pto_mock::{Emulator, EventKind};
+use pto_mock::EventKind;
 use pto_simpler_sys::{Access, ChipId, DataType};
 use pto_tests::rig::{Rig, emulator_only};
 use pto_tests::scenario::{DOMAIN, add, add_one, program, signal_request};
@@ -27,44 +28,45 @@ fn factor() -> usize {
     std::env::var("PTO_SOAK").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
 }
 
-/// Aborts with a dump unless dropped in time.
-struct Watchdog {
-    over: Arc<(Mutex<bool>, Condvar)>,
-    watch: Option<JoinHandle<()>>,
-}
+/// Ends the watchdog when dropped.
+struct Watched(Arc<(Mutex<bool>, Condvar)>);
 
-impl Watchdog {
-    fn arm(what: String, emulator: Arc<Emulator>, progress: Arc<[AtomicUsize; THREADS]>) -> Self {
-        let over: Arc<(Mutex<bool>, Condvar)> = Arc::default();
-        let theirs = Arc::clone(&over);
-        let limit = LIMIT.saturating_mul(u32::try_from(factor()).unwrap_or(u32::MAX));
-        let watch = std::thread::spawn(move || {
-            let deadline = Instant::now() + limit;
-            let mut over = theirs.0.lock();
-            while !*over {
-                if theirs.1.wait_until(&mut over, deadline).timed_out() && !*over {
-                    let events = emulator.journal().events();
-                    for event in &events[events.len().saturating_sub(200)..] {
-                        eprintln!("{event}");
-                    }
-                    eprintln!("{:?}\noperations by thread: {progress:?}", emulator.stats());
-                    eprintln!("{what} hangs: no end after {limit:?}");
-                    std::process::abort();
-                }
-            }
-        });
-        Self { over, watch: Some(watch) }
-    }
-}
-
-impl Drop for Watchdog {
+impl Drop for Watched {
     fn drop(&mut self) {
-        *self.over.0.lock() = true;
-        self.over.1.notify_all();
-        if let Some(watch) = self.watch.take() {
-            let _joined = watch.join();
-        }
+        *self.0.0.lock() = true;
+        self.0.1.notify_all();
     }
+}
+
+/// Aborts the process with a dump unless what it returns is dropped in time.
+fn watch<'s>(
+    scope: &'s Scope<'s, '_>,
+    what: String,
+    rig: &'s Rig,
+    progress: &'s [AtomicUsize; THREADS],
+) -> Watched {
+    let over: Arc<(Mutex<bool>, Condvar)> = Arc::default();
+    let theirs = Arc::clone(&over);
+    let limit = LIMIT.saturating_mul(u32::try_from(factor()).unwrap_or(u32::MAX));
+    scope.spawn(move || {
+        let deadline = Instant::now() + limit;
+        let mut over = theirs.0.lock();
+        while !*over {
+            if theirs.1.wait_until(&mut over, deadline).timed_out() && !*over {
+                // Not `eprintln`: the harness captures that, and it would be lost with the process.
+                let mut dump = std::io::stderr().lock();
+                let events = rig.journal().events();
+                for event in &events[events.len().saturating_sub(200)..] {
+                    let _told = writeln!(dump, "{event}");
+                }
+                let _told = writeln!(dump, "{:?}\n{:?}", rig.worker, rig.emulator().stats());
+                let _told = writeln!(dump, "operations by thread: {progress:?}");
+                let _told = writeln!(dump, "{what} hangs: no end after {limit:?}");
+                std::process::abort();
+            }
+        }
+    });
+    Watched(over)
 }
 
 /// A small deterministic generator (xorshift).
@@ -219,6 +221,7 @@ impl Worker<'_> {
 
 fn soak(name: &'static str, options: &Options, ordinary: bool, depth: u32) {
     let Some(bench) = emulator_only(name) else { return };
+    let bench = bench.unguarded();
     let inside = Arc::new(AtomicUsize::new(0));
     let programs = [
         working("small", Some(64), &inside),
@@ -226,10 +229,11 @@ fn soak(name: &'static str, options: &Options, ordinary: bool, depth: u32) {
         working("plain", None, &inside),
     ];
     let rig = bench.prepare(options, &programs, bench.builder().depth(depth).dirty_host_buffers(true));
-    let progress: Arc<[AtomicUsize; THREADS]> = Arc::default();
-    let watchdog = Watchdog::arm(format!("{name}, depth {depth}"), rig.shared_emulator(), Arc::clone(&progress));
+    let progress: [AtomicUsize; THREADS] = Default::default();
     let operations = OPERATIONS * factor();
     let tallies = std::thread::scope(|scope| {
+        let _watched = watch(scope, format!("{name}, depth {depth}"), &rig, &progress);
+        let _rescue = rig.rescue();
         let threads: Vec<_> = (0..THREADS)
             .map(|thread| {
                 let (rig, progress) = (&rig, &progress);
@@ -264,7 +268,6 @@ fn soak(name: &'static str, options: &Options, ordinary: bool, depth: u32) {
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
     });
     rig.worker.close().unwrap();
-    drop(watchdog);
     let (accepted, refused) =
         tallies.iter().fold((0, 0), |sum, tally| (sum.0 + tally.accepted, sum.1 + tally.refused));
     let journal = rig.journal();

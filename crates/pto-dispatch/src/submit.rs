@@ -181,19 +181,16 @@ impl Inner {
             }
             add(&program.counters.reuses, (storage.leased.len() as u64).saturating_sub(storage.allocated));
         }
+        // Before the end can be acted upon: until the stage says that the dispatch is published, `ended` only notes
+        // it there, so the frame is never retired while admission still counts it as being built.
+        self.admission.publish(grant.frame);
         let mut stage = self.slots[grant.frame].stage.lock();
         match std::mem::replace(&mut *stage, Stage::Finishing) {
             Stage::Building { ended: Some(outcome), .. } => {
                 drop(stage);
-                self.admission.publish(grant.frame);
                 self.finish(grant.frame, DispatchId(grant.id), storage, outcome);
             }
-            _ => {
-                // The build lock is given up last: whoever gets it next finds this dispatch published.
-                *stage = Stage::Published { run: grant.id, storage };
-                drop(stage);
-                self.admission.publish(grant.frame);
-            }
+            _ => *stage = Stage::Published { run: grant.id, storage },
         }
     }
 
