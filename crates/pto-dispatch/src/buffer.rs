@@ -30,10 +30,11 @@ struct SharedHost {
 impl HostBuffer {
     pub(crate) fn create(worker: &Arc<Inner>, nbytes: u64) -> Result<Self, Error> {
         worker.check_open()?;
-        let id = worker.backend.create_buffer(nbytes)?;
+        let id = worker.backend.create_buffer(nbytes).map_err(|error| worker.unless_closed(error))?;
         let shared = SharedHost { worker: Arc::clone(worker), id, nbytes, released: false.into() };
         let buffer = Self { shared: Arc::new(shared) };
-        guarded(pto_simpler_sys::Call::FillBuffer, || worker.backend.fill_buffer(id, 0))?;
+        guarded(pto_simpler_sys::Call::FillBuffer, || worker.backend.fill_buffer(id, 0))
+            .map_err(|error| worker.unless_closed(error))?;
         Ok(buffer)
     }
 
@@ -94,7 +95,11 @@ impl HostBuffer {
         if shared.worker.shutdown.is_torn_down() {
             return Ok(());
         }
-        Ok(guarded(pto_simpler_sys::Call::ReleaseBuffer, || shared.worker.backend.release_buffer(shared.id))?)
+        match guarded(pto_simpler_sys::Call::ReleaseBuffer, || shared.worker.backend.release_buffer(shared.id)) {
+            // A close was faster: the buffer is gone with the backend.
+            Err(BackendError::Misuse(_)) if shared.worker.shutdown.is_torn_down() => Ok(()),
+            released => Ok(released?),
+        }
     }
 }
 
@@ -126,7 +131,7 @@ impl DeviceTensor {
         reentry::refuse(worker.id, "allocating a device tensor")?;
         worker.check_open()?;
         worker.backend.check_blocking()?;
-        let id = worker.backend.alloc(chip, nbytes)?;
+        let id = worker.backend.alloc(chip, nbytes).map_err(|error| worker.unless_closed(error))?;
         worker.resident.lock().push(id);
         Ok(Self { shared: Arc::new(SharedDevice { worker: Arc::clone(worker), id, chip, nbytes }) })
     }
@@ -188,9 +193,22 @@ impl DeviceTensor {
     pub(crate) fn free(self) -> Result<(), Error> {
         let shared = Arc::try_unwrap(self.shared).map_err(|_| Error::BufferInUse)?;
         shared.worker.backend.check_blocking()?;
-        let freed = guarded(pto_simpler_sys::Call::Free, || shared.worker.backend.free(shared.id));
-        if !matches!(freed, Err(BackendError::Misuse(_))) {
-            shared.worker.resident.lock().retain(|id| *id != shared.id);
+        let (worker, id) = (&shared.worker, shared.id);
+        // Whoever takes it off the list frees it, this call or a close.
+        let listed = {
+            let mut resident = worker.resident.lock();
+            let at = resident.iter().position(|known| *known == id);
+            at.map(|at| resident.remove(at))
+        };
+        if listed.is_none() {
+            return Ok(());
+        }
+        let freed = guarded(pto_simpler_sys::Call::Free, || worker.backend.free(id));
+        if let Err(BackendError::Misuse(_)) = &freed {
+            if worker.shutdown.is_torn_down() {
+                return Ok(());
+            }
+            worker.resident.lock().push(id);
         }
         Ok(freed?)
     }

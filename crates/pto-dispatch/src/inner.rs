@@ -212,6 +212,15 @@ impl Inner {
         }
     }
 
+    /// What a failed call of the backend says to a user: where a close was faster, that, and not what the backend
+    /// thinks of a call after its own end.
+    pub(crate) fn unless_closed(&self, error: BackendError) -> Error {
+        match (&error, self.check_open()) {
+            (BackendError::Misuse(_), Err(closed)) => closed,
+            _ => error.into(),
+        }
+    }
+
     /// Releases a host buffer that nobody refers to any more; put off while this thread builds a graph. A failure
     /// surfaces at close.
     pub(crate) fn release_host(&self, id: HostBufferId) {
@@ -223,6 +232,10 @@ impl Inner {
             return;
         }
         if let Err(source) = guarded(Call::ReleaseBuffer, || self.backend.release_buffer(id)) {
+            if matches!(source, BackendError::Misuse(_)) && self.shutdown.is_torn_down() {
+                // A close was faster: the buffer is gone with the backend.
+                return;
+            }
             tracing::warn!(buffer = %id, error = %source, "a dropped host buffer could not be released");
             self.failures.lock().loose.push(Error::Release { what: format!("host buffer {id}").into(), source });
         }
