@@ -417,3 +417,47 @@ fn s60_a_refused_preparation_closes_the_backend_once() {
     assert_eq!(spy.closes(), 1);
     bench.assert_clean();
 }
+
+/// I14 against threads: a buffer that is created while another thread closes is refused, and leaves nothing.
+#[test]
+fn s60_a_buffer_created_during_a_close() {
+    let Some(bench) = emulator_only("s60c") else { return };
+    let rig = bench.prepare(&Options::ordinary(), &[f1()], bench.builder());
+    rig.emulator().arm(Fault::new(Call::CreateBuffer, FaultEffect::Hang));
+    std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
+        let creating = scope.spawn(|| rig.worker.create_buffer(64).map(drop));
+        rig.emulator().faults().wait_hung(1);
+        rig.worker.close().unwrap();
+        rig.emulator().release_hangs();
+        let created = creating.join().unwrap();
+        assert!(matches!(created, Err(Error::Closed)), "{created:?}");
+    });
+    assert_eq!(rig.emulator().stats().host_buffers, 0);
+    rig.worker.close().unwrap();
+    bench.assert_clean();
+}
+
+/// Rule 20 against threads: a buffer that is dropped while another thread closes is gone with the backend; that is no
+/// failure of the close.
+#[test]
+fn s60_a_buffer_dropped_during_a_close() {
+    let Some(bench) = emulator_only("s60d") else { return };
+    let rig = bench.prepare(&Options::ordinary(), &[f1()], bench.builder());
+    let buffer = rig.worker.create_buffer(64).unwrap();
+    rig.emulator().arm(Fault::new(Call::ReleaseBuffer, FaultEffect::Hang));
+    // The close stops again where host memory is freed already.
+    rig.emulator().arm(Fault::new(Call::Close, FaultEffect::Hang).on_chip(0));
+    std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
+        let dropping = scope.spawn(|| drop(buffer));
+        rig.emulator().faults().wait_hung(1);
+        let closing = scope.spawn(|| rig.worker.close());
+        rig.emulator().faults().wait_hung(2);
+        assert_eq!(rig.emulator().release_hang(Call::ReleaseBuffer, None), 1);
+        dropping.join().unwrap();
+        rig.emulator().release_hangs();
+        closing.join().unwrap().unwrap();
+    });
+    bench.assert_clean();
+}

@@ -33,6 +33,15 @@ impl Core {
         self.faults.around(self.faults.whole(call), || {
             let region = self.host_memory(call, nbytes, !zeros)?;
             let mut state = self.state.lock();
+            // A close or an abandon may have swept the table while the memory was made.
+            if state.abandoned {
+                return Err(closed_by_abandon(call));
+            }
+            if matches!(state.phase, Phase::Closing | Phase::Closed | Phase::Failed) {
+                let message =
+                    format!("the worker is {:?} by now; buffers are created in New or Ready", state.phase);
+                return Err(BackendError::misuse(call, message));
+            }
             let buffer = state.hosts.insert(HostMemory { region, users: 0 });
             let buffer = buffer.ok_or_else(|| BackendError::broken(call, "the table of host buffers is full"))?;
             state.add_host_bytes(nbytes);
