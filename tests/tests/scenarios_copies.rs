@@ -1,4 +1,5 @@
 //! Copies, zeros and epochs: S28 to S34, the counting part of S84, and S86. Rules 3, 9, 12, 13, 15 and 16; I8, I11.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,5 @@
 //! Failure, poison and refusal: S50 to S60. Rules 17 to 20; invariants I4, I6 and I13.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::error::Error as _;
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};

@@ -1,4 +1,5 @@
 //! Handles, frames and back-pressure: S36 to S46. Rules 4 to 7; invariants I5, I9, I10, I12 and I13.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -3,6 +3,7 @@
 //! What a whole process leaves behind is looked at in child processes that run one test of this binary: nothing
 //! else of the test harness is in them, so counts of threads and descriptors cannot flake. The tests of children are
 //! ignored in an ordinary run; without the variable that names their directory they do nothing.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};

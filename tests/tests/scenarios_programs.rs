@@ -1,4 +1,5 @@
 //! Several programs, and compatibility: S62, S63, S64 and S66. Rules 1, 4, 5 and 8.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -144,7 +145,8 @@ fn s64_prefill_decode_decode() {
 fn s66_same_program_twice_in_the_list() {
     let bench = any_backend("s66");
     let a = f1();
-    let list = [f3()[0].clone(), Arc::clone(&a), f3()[1].clone(), Arc::clone(&a)];
+    let [prefill, decode] = f3();
+    let list = [prefill, Arc::clone(&a), decode, Arc::clone(&a)];
     let refused = PreparedWorker::prepare_with(&list, &Options::ordinary(), |_| panic!("a backend was made"));
     let error = refused.err().unwrap();
     assert!(matches!(&error, Error::DuplicateProgram { first: 1, second: 3, .. }), "{error:?}");
