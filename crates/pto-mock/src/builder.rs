@@ -102,7 +102,7 @@ impl fmt::Debug for EmulatorBuilder {
 }
 
 /// How long `abandon` waits for kernels unless set otherwise: far longer than an interrupted kernel needs to notice.
-const DEFAULT_GRACE: Duration = Duration::from_secs(2);
+pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(2);
 
 impl EmulatorBuilder {
     pub(crate) fn new() -> Self {
@@ -318,7 +318,8 @@ impl EmulatorBuilder {
         self
     }
 
-    /// How long `abandon` waits for kernels before it leaves them behind (default 2 s).
+    /// How long `abandon` waits for kernels before it leaves them behind (default 2 s). The receiver of run ends is
+    /// given this long again, and at least 2 s, before it is reported as stuck.
     #[must_use]
     pub fn abandon_grace(mut self, grace: Duration) -> Self {
         self.options.grace = grace;

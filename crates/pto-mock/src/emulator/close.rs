@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pto_simpler_sys::{
     AbandonReport, BackendError, Call, ChipId, Depth, Effect, Negotiated, RunEvents, RuntimeFailure,
@@ -15,6 +15,7 @@ use super::Core;
 use super::run::abandoned;
 use super::state::{Phase, State};
 use crate::board::Interrupt;
+use crate::builder::DEFAULT_GRACE;
 use crate::faults::FaultEffect;
 use crate::journal::{EventKind, FreeCause};
 
@@ -303,7 +304,7 @@ impl Core {
                 && state.subs.iter().all(|sub| sub.busy.is_none())
         };
         if !own {
-            self.wait_bounded(quiet);
+            self.wait_bounded(self.options.grace, quiet);
         }
         let mut state = self.state.lock();
         if !quiet(&state) {
@@ -312,8 +313,10 @@ impl Core {
             self.changed.notify_all();
             drop(state);
             if !own {
-                // The finisher reports the runs whose tasks are lost.
-                self.wait_bounded(|state| state.runs.iter().all(|run| !run.accepted) && !state.reporting);
+                // The finisher reports the runs whose tasks are lost. That takes no longer than the receiver does,
+                // so even an impatient caller gives it a while.
+                let grace = self.options.grace.max(DEFAULT_GRACE);
+                self.wait_bounded(grace, |state| state.runs.iter().all(|run| !run.accepted) && !state.reporting);
             }
             state = self.state.lock();
             for (lane, index) in state.lanes.iter().zip(0..) {
@@ -348,9 +351,9 @@ impl Core {
         report
     }
 
-    /// Waits until `holds`, but not longer than the grace of an abandon.
-    fn wait_bounded(&self, holds: impl Fn(&State) -> bool) {
-        let deadline = Instant::now() + self.options.grace;
+    /// Waits until `holds`, but not longer than `grace`.
+    fn wait_bounded(&self, grace: Duration, holds: impl Fn(&State) -> bool) {
+        let deadline = Instant::now() + grace;
         let mut state = self.state.lock();
         while !holds(&state) {
             if self.changed.wait_until(&mut state, deadline).timed_out() {
