@@ -27,3 +27,9 @@ pub mod rig;
 pub mod scenario;
 pub mod shm;
 pub mod spy;
+
+/// Compiles and runs the example in the README.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+#[derive(Debug)]
+pub struct Readme;
