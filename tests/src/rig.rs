@@ -1,6 +1,6 @@
 //! A prepared worker on the backend under test.
 //!
-//! Tests that need nothing but a backend run on the one that [`backend::chosen`](crate::backend::chosen) gives; tests that look into the journal or inject faults run on the emulator only, and say that
+//! Tests that need nothing but a backend run on the one that [`backend::chosen`] gives; tests that look into the journal or inject faults run on the emulator only, and say that
 //! they are skipped where another backend is chosen.
 
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! The contract of the hardware-abstraction layer as tests, for anybody's backend.
 //!
-//! Every rule that [`Backend`] and [`Orchestrator`](pto_simpler_sys::Orchestrator) state is one public function over
+//! Every rule that [`Backend`] and [`Orchestrator`] state is one public function over
 //! a [`BackendFactory`], and one macro turns them all into named `#[test]`s. The emulator, every wrapper around it
 //! and every binding run the same rules with the same expected values; a difference is a bug, or a [`Deviation`]
 //! with a reason that must still fail.
