@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pto_simpler_sys::{BackendError, ChipId, CopySource, CopyTo, DeviceBufferId, DevicePlace, HostBufferId};
+use pto_simpler_sys::{BackendError, Call, ChipId, CopySource, CopyTo, DeviceBufferId, DevicePlace, HostBufferId};
 
 use crate::error::Error;
 use crate::inner::{Inner, guarded};
@@ -30,10 +30,11 @@ struct SharedHost {
 impl HostBuffer {
     pub(crate) fn create(worker: &Arc<Inner>, nbytes: u64) -> Result<Self, Error> {
         worker.check_open()?;
-        let id = worker.backend.create_buffer(nbytes).map_err(|error| worker.unless_closed(error))?;
+        let id = guarded(Call::CreateBuffer, || worker.backend.create_buffer(nbytes))
+            .map_err(|error| worker.unless_closed(error))?;
         let shared = SharedHost { worker: Arc::clone(worker), id, nbytes, released: false.into() };
         let buffer = Self { shared: Arc::new(shared) };
-        guarded(pto_simpler_sys::Call::FillBuffer, || worker.backend.fill_buffer(id, 0))
+        guarded(Call::FillBuffer, || worker.backend.fill_buffer(id, 0))
             .map_err(|error| worker.unless_closed(error))?;
         Ok(buffer)
     }
@@ -59,7 +60,8 @@ impl HostBuffer {
     ///
     /// [`Error::Backend`]: out of bounds (misuse), or the backend failed.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
-        Ok(self.shared.worker.backend.write_buffer(self.shared.id, offset, bytes)?)
+        let shared = &*self.shared;
+        Ok(guarded(Call::WriteBuffer, || shared.worker.backend.write_buffer(shared.id, offset, bytes))?)
     }
 
     /// Reads into `bytes` from `offset` (bytes) on.
@@ -68,7 +70,8 @@ impl HostBuffer {
     ///
     /// As [`write`](Self::write).
     pub fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), Error> {
-        Ok(self.shared.worker.backend.read_buffer(self.shared.id, offset, bytes)?)
+        let shared = &*self.shared;
+        Ok(guarded(Call::ReadBuffer, || shared.worker.backend.read_buffer(shared.id, offset, bytes))?)
     }
 
     /// Sets every byte.
@@ -77,7 +80,8 @@ impl HostBuffer {
     ///
     /// As [`write`](Self::write).
     pub fn fill(&self, byte: u8) -> Result<(), Error> {
-        Ok(self.shared.worker.backend.fill_buffer(self.shared.id, byte)?)
+        let shared = &*self.shared;
+        Ok(guarded(Call::FillBuffer, || shared.worker.backend.fill_buffer(shared.id, byte))?)
     }
 
     /// Releases the buffer now and reports how that went.
@@ -95,7 +99,7 @@ impl HostBuffer {
         if shared.worker.shutdown.is_torn_down() {
             return Ok(());
         }
-        match guarded(pto_simpler_sys::Call::ReleaseBuffer, || shared.worker.backend.release_buffer(shared.id)) {
+        match guarded(Call::ReleaseBuffer, || shared.worker.backend.release_buffer(shared.id)) {
             // A close was faster: the buffer is gone with the backend.
             Err(BackendError::Misuse(_)) if shared.worker.shutdown.is_torn_down() => Ok(()),
             released => Ok(released?),
@@ -131,7 +135,8 @@ impl DeviceTensor {
         reentry::refuse(worker.id, "allocating a device tensor")?;
         worker.check_open()?;
         worker.backend.check_blocking()?;
-        let id = worker.backend.alloc(chip, nbytes).map_err(|error| worker.unless_closed(error))?;
+        let id = guarded(Call::Alloc, || worker.backend.alloc(chip, nbytes))
+            .map_err(|error| worker.unless_closed(error))?;
         worker.resident.lock().push(id);
         Ok(Self { shared: Arc::new(SharedDevice { worker: Arc::clone(worker), id, chip, nbytes }) })
     }
@@ -169,7 +174,7 @@ impl DeviceTensor {
             src: CopySource::Host(src.id()),
             nbytes: src.nbytes(),
         };
-        Ok(self.shared.worker.backend.copy_to(&copy)?)
+        Ok(guarded(Call::CopyTo, || self.shared.worker.backend.copy_to(&copy))?)
     }
 
     /// Copies from the start of the tensor into all of `dst`, outside runs.
@@ -180,7 +185,8 @@ impl DeviceTensor {
     pub fn copy_from(&self, dst: &HostBuffer) -> Result<(), Error> {
         self.outside_runs()?;
         let place = DevicePlace::Resident(self.shared.id);
-        Ok(self.shared.worker.backend.copy_from(dst.id(), place, dst.nbytes())?)
+        let backend = &self.shared.worker.backend;
+        Ok(guarded(Call::CopyFrom, || backend.copy_from(dst.id(), place, dst.nbytes()))?)
     }
 
     fn outside_runs(&self) -> Result<(), Error> {
@@ -203,7 +209,7 @@ impl DeviceTensor {
         if listed.is_none() {
             return Ok(());
         }
-        let freed = guarded(pto_simpler_sys::Call::Free, || worker.backend.free(id));
+        let freed = guarded(Call::Free, || worker.backend.free(id));
         if let Err(BackendError::Misuse(_)) = &freed {
             if worker.shutdown.is_torn_down() {
                 return Ok(());

@@ -388,7 +388,8 @@ impl<'b> Build<'b> {
     ///
     /// [`Error::Backend`]: out of bounds (misuse) or the backend failed.
     pub fn write_intermediate(&self, to: Intermediate<'b>, offset: u64, bytes: &[u8]) -> Result<(), Error> {
-        Ok(self.inner.backend.write_buffer(to.id, offset, bytes)?)
+        self.check_sticky()?;
+        self.effect(Call::WriteBuffer, || self.inner.backend.write_buffer(to.id, offset, bytes))
     }
 
     /// Run-scoped host memory of `nbytes` bytes for passing results from task to task. Does not open the dispatch.
@@ -674,14 +675,14 @@ impl<'b> Build<'b> {
         }
     }
 
-    /// Makes an orchestrator call; a failure that had an effect sticks.
+    /// Makes an orchestrator call; a failure that had an effect, or that is final for the worker, sticks.
     pub(crate) fn effect<T>(&self, call: Call, body: impl FnOnce() -> Result<T, BackendError>) -> Result<T, Error> {
         guarded(call, body).map_err(|error| self.failed(error))
     }
 
     fn failed(&self, error: BackendError) -> Error {
         let error = Error::Backend(error);
-        if error.effect().possible() { self.stick(error) } else { error }
+        if error.effect().possible() || error.must_reprepare() { self.stick(error) } else { error }
     }
 
     fn stick(&self, error: Error) -> Error {

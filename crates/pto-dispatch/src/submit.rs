@@ -58,8 +58,11 @@ impl Inner {
         match self.prepare_opening(prepared, &mut storage, grant, patience) {
             Ok(()) => self.build(prepared, grant, storage, patience),
             Err(error) => {
+                // Before the opening, so only a failure that is final for the worker concerns anybody else.
+                let rejection = Rejection { error, first: None, payload: None, swept: None };
+                self.reject(prepared, grant.id, false, &rejection);
                 self.give_back(grant.frame, storage);
-                Err(error)
+                Err(rejection.error)
             }
         }
     }

@@ -81,7 +81,7 @@ pub enum FaultEffect {
 }
 
 impl FaultEffect {
-    /// The effects that report (or delay) without unwinding: what a fault matrix runs through.
+    /// The effects that report (or delay) without unwinding; a fault matrix adds [`Unwind`](Self::Unwind).
     pub const ALL: [Self; 4] = [Self::Before, Self::After, Self::NoReply, Self::Hang];
 
     const fn text(self) -> &'static str {
@@ -387,8 +387,15 @@ struct Armed {
     faults: Vec<(Fault, u64)>,
     hung: Vec<Hung>,
     next_hang: u64,
+    /// Whole calls seen so far, by position in [`CALLS`].
+    seen: [u64; CALLS.len()],
     /// Set by abandon: nothing hangs any more.
     open: bool,
+}
+
+/// The position of a call in [`CALLS`].
+fn position(call: Call) -> Option<usize> {
+    CALLS.iter().position(|(known, _)| *known == call)
 }
 
 #[derive(Debug, Default)]
@@ -444,6 +451,14 @@ impl FaultControl {
         self.control.armed.lock().faults.iter().map(|(fault, _)| *fault).collect()
     }
 
+    /// How often `call` came by so far, faulty or not: as whole calls, the way a fault without a chip counts them. The
+    /// difference before and after an operation says which calls it makes, and so which faults can hit it.
+    #[must_use]
+    pub fn seen(&self, call: Call) -> u64 {
+        let armed = self.control.armed.lock();
+        position(call).and_then(|at| armed.seen.get(at)).copied().unwrap_or_default()
+    }
+
     /// The calls that hang now, in the order in which they stopped.
     #[must_use]
     pub fn hung(&self) -> Vec<Hung> {
@@ -485,9 +500,19 @@ impl FaultControl {
         self.release_all();
     }
 
-    /// Counts one call, for faults that match `matches`, and returns the first whose turn it is.
-    fn count(&self, call: Call, chip: Option<ChipId>, matches: impl Fn(&Fault) -> bool) -> Option<Fired> {
+    /// Counts one call, `whole` or a part of one, for faults that match `matches`, and returns the first whose turn it
+    /// is.
+    fn count(
+        &self,
+        call: Call,
+        chip: Option<ChipId>,
+        whole: bool,
+        matches: impl Fn(&Fault) -> bool,
+    ) -> Option<Fired> {
         let mut armed = self.control.armed.lock();
+        if whole && let Some(seen) = position(call).and_then(|at| armed.seen.get_mut(at)) {
+            *seen += 1;
+        }
         let mut fired = None;
         armed.faults.retain_mut(|(fault, seen)| {
             if fault.call != call || !matches(fault) {
@@ -505,17 +530,17 @@ impl FaultControl {
 
     /// A whole call that concerns no chip, or several.
     pub(crate) fn whole(&self, call: Call) -> Option<Fired> {
-        self.count(call, None, |fault| fault.chip.is_none())
+        self.count(call, None, true, |fault| fault.chip.is_none())
     }
 
     /// The part of a call that concerns one chip of several.
     pub(crate) fn part(&self, call: Call, chip: ChipId) -> Option<Fired> {
-        self.count(call, Some(chip), |fault| fault.chip == Some(chip))
+        self.count(call, Some(chip), false, |fault| fault.chip == Some(chip))
     }
 
     /// A whole call that concerns exactly one chip.
     pub(crate) fn single(&self, call: Call, chip: ChipId) -> Option<Fired> {
-        self.count(call, Some(chip), |fault| fault.chip.is_none_or(|c| c == chip))
+        self.count(call, Some(chip), true, |fault| fault.chip.is_none_or(|c| c == chip))
     }
 
     /// Stops here until released.
@@ -610,6 +635,9 @@ mod tests {
             .collect();
         // The third copy is the second on chip 1: the first of the schedule wins, and both are spent.
         assert_eq!(hits, [None, None, Some(FaultEffect::Before), None, None]);
+        assert_eq!((control.seen(Call::CopyTo), control.seen(Call::Close)), (5, 0));
+        control.part(Call::CopyTo, ChipId(1));
+        assert_eq!(control.seen(Call::CopyTo), 5, "a part is not a whole call");
         assert!(control.pending().is_empty());
     }
 
