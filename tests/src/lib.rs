@@ -8,6 +8,7 @@
 //! * [`gate`]: how a test holds a thread or a kernel open, and how a hanging test ends.
 //! * [`parked`]: threads that a test wants to see blocked before it goes on.
 //! * [`shm`]: a private shared-memory directory, and the check that it is empty and unmapped.
+//! * `simpler` (feature `simpler`): the Simpler binding as a backend under test.
 //!
 //! The suites themselves are in `tests/`, one file per area; each test carries the id of its scenario. They panic and
 //! unwrap as tests do.
@@ -26,6 +27,8 @@ pub mod parked;
 pub mod rig;
 pub mod scenario;
 pub mod shm;
+#[cfg(feature = "simpler")]
+pub mod simpler;
 pub mod spy;
 
 /// Compiles and runs the example in the README.

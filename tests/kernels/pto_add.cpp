@@ -1,0 +1,12 @@
+// Adds value to each element.
+//
+// tensors: 0 in and out [n] int32
+// scalars: 1 value
+#include "cells.h"
+
+extern "C" void kernel_entry(int64_t *args) {
+    int32_t *data = cells::data<int32_t>(args, 0);
+    const uint64_t count = cells::length(args, 0);
+    const uint32_t value = static_cast<uint32_t>(args[1]);
+    for (uint64_t i = 0; i < count; ++i) data[i] = static_cast<int32_t>(static_cast<uint32_t>(data[i]) + value);
+}
