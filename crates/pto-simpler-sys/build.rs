@@ -14,6 +14,7 @@ fn python() {
     let config = pyo3_build_config::get();
     if let Some(executable) = config.executable() {
         println!("cargo:rustc-env=PTO_BUILD_PYTHON={executable}");
+        println!("cargo:executable={executable}");
     }
     if config.shared()
         && let Some(directory) = config.lib_dir()

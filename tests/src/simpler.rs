@@ -69,6 +69,9 @@ pub fn options(chips: u32, sub_workers: u32) -> SimplerOptions {
     options.python_path.push(here().join("kernels"));
     if runtime == Runtime::StandIn {
         options.python_path.insert(0, here().join("standin"));
+        // An installed Simpler would come first, whatever the search path says.
+        options.environment = None;
+        options.sys_executable = option_env!("PTO_BASE_PYTHON").map(PathBuf::from);
         if options.prelude.is_none() {
             options.prelude = Some("simpler.standin:public".to_owned());
         }
@@ -138,8 +141,12 @@ fn compiled(platform: &str) -> PathBuf {
     if !done.exists() {
         fs::create_dir_all(cache()).unwrap();
         let made = tempfile::tempdir_in(cache()).unwrap();
-        let status = Command::new(&interpreter).arg(sources.join("build.py")).arg(platform).arg(made.path()).status();
-        assert!(status.as_ref().is_ok_and(|s| s.success()), "the kernels do not compile: {interpreter:?}: {status:?}");
+        let status =
+            Command::new(&interpreter).arg(sources.join("build.py")).arg(platform).arg(made.path()).status();
+        assert!(
+            status.as_ref().is_ok_and(|s| s.success()),
+            "the kernels do not compile: {interpreter:?}: {status:?}"
+        );
         // Another test may have been faster.
         let _ = fs::rename(made.path(), &done);
         assert!(done.exists());
@@ -149,7 +156,8 @@ fn compiled(platform: &str) -> PathBuf {
 
 /// The interpreter that has Simpler installed.
 fn interpreter() -> PathBuf {
-    env::var_os("VIRTUAL_ENV").map_or_else(|| "python3".into(), |root| PathBuf::from(root).join("bin").join("python3"))
+    env::var_os("VIRTUAL_ENV")
+        .map_or_else(|| "python3".into(), |root| PathBuf::from(root).join("bin").join("python3"))
 }
 
 /// Descriptors by which the stand-in knows its kernels.
@@ -208,15 +216,33 @@ impl BackendFactory for SimplerFactory {
     }
 }
 
-/// Shared memory of the kinds that the runtime links: mailboxes, host buffers, and the windows of this process.
+/// Shared memory of the kinds that the runtime links, less what a process of somebody else has mapped: mailboxes, host
+/// buffers, and the windows of this process.
 #[must_use]
 pub fn shared_memory() -> BTreeMap<String, u64> {
     let windows = format!("simpler_{:08x}_", std::process::id());
     let ours = |name: &str| name.starts_with("sp-") || name.starts_with("psm_") || name.starts_with(&windows);
     let Ok(entries) = fs::read_dir("/dev/shm") else { return BTreeMap::new() };
-    entries
+    let mut names: BTreeMap<String, u64> = entries
         .flatten()
         .filter_map(|e| Some((e.file_name().into_string().ok()?, e.metadata().map_or(0, |m| m.len()))))
         .filter(|(name, _)| ours(name))
-        .collect()
+        .collect();
+    names.retain(|name, _| !mapped_by_a_stranger(name) && Path::new("/dev/shm").join(name).exists());
+    names
+}
+
+/// Whether a process that is neither this one nor a child of it has the memory mapped.
+fn mapped_by_a_stranger(name: &str) -> bool {
+    let Ok(processes) = fs::read_dir("/proc") else { return false };
+    let pids = processes.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
+    let here = std::process::id();
+    pids.filter(|pid| *pid != here && parent(*pid) != Some(here))
+        .filter_map(|pid| fs::read_to_string(format!("/proc/{pid}/maps")).ok())
+        .any(|maps| maps.lines().any(|line| line.ends_with(name)))
+}
+
+fn parent(pid: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }

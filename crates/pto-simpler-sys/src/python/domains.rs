@@ -10,20 +10,23 @@ use super::table::Table;
 use super::views::{View, Views};
 use crate::allocation::{BufferWindow, DomainAllocation, DomainState, MemberWindow};
 use crate::error::BackendError;
-use crate::ids::{ChipId, DomainId};
+use crate::ids::{ChipId, DomainId, RunId};
 use crate::request::DomainRequest;
 
 /// One physical domain.
 #[derive(Debug)]
 pub(crate) struct Domain {
     pub(crate) name: Arc<str>,
+    /// The run that allocated it.
+    pub(crate) owner: RunId,
     pub(crate) request: DomainRequest,
     pub(crate) handle: Py<PyAny>,
     /// Live or released; a freed domain is no longer in the table.
     pub(crate) released: bool,
     /// The outcome of its release, once there is one; or a release is going on.
     pub(crate) release: Release,
-    /// A run that was registered with it has failed; whoever uses it last releases it (legacy retention).
+    /// It must go: a run that was registered with it has failed (legacy retention), or somebody released it while
+    /// runs were registered with it. The end of the last of those runs releases it.
     pub(crate) doomed: bool,
     members: Vec<MemberWindow>,
     /// Rank-major, in declaration order.
@@ -44,6 +47,7 @@ impl Domain {
     /// Reads a handle that the runtime has just returned.
     pub(crate) fn read(
         py: Python<'_>,
+        owner: RunId,
         name: &str,
         request: &DomainRequest,
         handle: &Bound<'_, PyAny>,
@@ -71,6 +75,7 @@ impl Domain {
         }
         Ok(Self {
             name: name.into(),
+            owner,
             request: request.clone(),
             handle: handle.clone().unbind(),
             released: false,

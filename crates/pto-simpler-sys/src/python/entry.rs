@@ -44,7 +44,8 @@ pub(crate) struct Entry {
 static SUPPORT: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 static TENSOR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-fn support(py: Python<'_>) -> PyResult<&Bound<'_, PyModule>> {
+/// The Python half of the binding.
+pub(crate) fn support(py: Python<'_>) -> PyResult<&Bound<'_, PyModule>> {
     let module = SUPPORT.get_or_try_init(py, || {
         PyModule::from_code(py, SOURCE, c"pto_simpler_support.py", c"pto_simpler_support").map(Bound::unbind)
     })?;

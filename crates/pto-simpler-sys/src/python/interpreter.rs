@@ -98,13 +98,13 @@ fn apply(
     applied: &mut Applied,
 ) -> PyResult<()> {
     if let Some(executable) = executable(options) {
-        sys.setattr("executable", executable)?;
+        sys.setattr("executable", executable.as_os_str())?;
     }
     let path = sys.getattr("path")?.cast_into::<PyList>()?;
     let mut at = 0;
     for directory in &options.python_path {
         if !applied.path.contains(directory) {
-            path.insert(at, directory)?;
+            path.insert(at, directory.as_os_str())?;
             applied.path.push(directory.clone());
             at += 1;
         }
@@ -113,7 +113,7 @@ fn apply(
         options.environment.iter().flat_map(|root| site_of(py, root)).chain(options.site_directories.clone());
     for site in sites {
         if !applied.sites.contains(&site) {
-            py.import("site")?.call_method1("addsitedir", (&site,))?;
+            py.import("site")?.call_method1("addsitedir", (site.as_os_str(),))?;
             applied.sites.insert(site);
         }
     }

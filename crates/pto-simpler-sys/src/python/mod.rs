@@ -86,6 +86,7 @@ mod result;
 mod runs;
 mod shared;
 mod start;
+mod store;
 mod sys;
 mod table;
 mod views;

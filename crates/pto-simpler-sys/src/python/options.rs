@@ -106,6 +106,9 @@ pub struct SimplerOptions {
     /// Once a chip process has died, how long runs in flight may take to end by themselves before the remaining chip
     /// processes are ended too: a peer that waits for the dead one would otherwise hold its run for minutes.
     pub dead_chip_grace: Duration,
+    /// Most bytes of released host buffers that are kept for the next one of the same size. Making one and releasing it
+    /// costs the runtime milliseconds and every child process an interruption.
+    pub released_buffer_bytes: u64,
     /// More keyword arguments for the runtime's `Worker`.
     pub worker_arguments: BTreeMap<String, WorkerArgument>,
 }
@@ -131,6 +134,7 @@ impl SimplerOptions {
             startup_timeout: None,
             noise: Noise::default(),
             dead_chip_grace: Duration::from_secs(1),
+            released_buffer_bytes: 64 << 20,
             worker_arguments: BTreeMap::new(),
         }
     }

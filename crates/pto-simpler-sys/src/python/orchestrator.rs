@@ -95,8 +95,8 @@ impl<'a> SimplerOrchestrator<'a> {
         request: &DomainRequest,
         handle: &Bound<'_, PyAny>,
     ) -> Result<DomainId, BackendError> {
-        let domain =
-            Domain::read(py, name, request, handle).map_err(|e| self.shared.failure(py, call, &e, Effect::Done))?;
+        let domain = Domain::read(py, self.run, name, request, handle)
+            .map_err(|e| self.shared.failure(py, call, &e, Effect::Done))?;
         let id = self.shared.domains.lock().add(domain);
         self.shared.children.note_windows();
         Ok(id)

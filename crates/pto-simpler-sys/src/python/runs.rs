@@ -31,6 +31,7 @@ pub(crate) struct DomainUse {
 #[derive(Debug)]
 struct Active {
     accepted: bool,
+    fenced: bool,
     uses: Uses,
 }
 
@@ -83,7 +84,7 @@ impl Runs {
         if inner.ended.contains(run.0) || inner.active.contains_key(&run.0) {
             return false;
         }
-        inner.active.insert(run.0, Active { accepted: false, uses: Uses::default() });
+        inner.active.insert(run.0, Active { accepted: false, fenced: false, uses: Uses::default() });
         true
     }
 
@@ -110,7 +111,10 @@ impl Runs {
 
     /// Takes out what an accepted run used, once its fence has passed: it uses nothing any more.
     pub(crate) fn take_uses(&self, run: RunId) -> Uses {
-        self.inner.lock().active.get_mut(&run.0).map(|a| std::mem::take(&mut a.uses)).unwrap_or_default()
+        let mut inner = self.inner.lock();
+        let Some(active) = inner.active.get_mut(&run.0) else { return Uses::default() };
+        active.fenced = true;
+        std::mem::take(&mut active.uses)
     }
 
     /// The end of a run: whether this is the first report of it. From now on the run counts as ended and no longer
@@ -135,6 +139,11 @@ impl Runs {
             None if inner.ended.contains(run.0) => RunState::Ended,
             None => RunState::Unknown,
         }
+    }
+
+    /// Whether the run is being built or in flight, its fence not passed.
+    pub(crate) fn is_active(&self, run: RunId) -> bool {
+        self.inner.lock().active.get(&run.0).is_some_and(|a| !a.fenced)
     }
 
     /// Accepted runs that have not ended.

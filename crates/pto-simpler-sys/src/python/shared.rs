@@ -19,6 +19,7 @@ use super::process::Children;
 use super::queue::Queue;
 use super::result;
 use super::runs::{Runs, Uses};
+use super::store::Store;
 use super::sys::Api;
 use super::table::Table;
 use super::views::{View, Views};
@@ -98,7 +99,9 @@ pub(crate) struct Shared {
     /// The worker from its start on. Never dropped by itself: collecting a worker that is not closed ends the
     /// process. An orderly close takes it out.
     worker: Mutex<Option<ManuallyDrop<Py<PyAny>>>>,
-    /// Buffers whose release waits for the end of a build that another thread is inside.
+    /// Released buffers, for the next one of the same size.
+    pub(crate) store: Mutex<Store>,
+    /// Buffers whose release waits for a moment without runs.
     deferred: Mutex<Vec<Py<PyAny>>>,
     /// The first failure of such a release; `close` reports it.
     pub(crate) deferred_failure: Mutex<Option<BackendError>>,
@@ -115,6 +118,7 @@ impl std::fmt::Debug for Shared {
 
 impl Shared {
     pub(crate) fn new(capabilities: Capabilities, options: SimplerOptions, api: Api) -> Self {
+        let store_bytes = options.released_buffer_bytes;
         Self {
             process: std::process::id(),
             capabilities,
@@ -135,6 +139,7 @@ impl Shared {
             handles: Mutex::default(),
             children: Arc::default(),
             worker: Mutex::default(),
+            store: Mutex::new(Store::new(store_bytes)),
             deferred: Mutex::default(),
             deferred_failure: Mutex::default(),
         }
@@ -320,32 +325,41 @@ impl Shared {
     }
 
     // ---- Releasing host buffers ---------------------------------------------------------------------------------
+    //
+    // The runtime tells every child process of a release and waits for each to be idle; one that stays busy for half
+    // a minute ends the run that it works for. So nothing is released while a run is in flight: a released buffer
+    // first waits in a store, from which the next buffer of that size is taken, and what the store does not hold
+    // waits for a moment without runs.
 
-    /// Releases the buffer now, or hands it to the thread that is building: the runtime would make this thread wait
-    /// for that build, which may itself wait for what this thread does next.
-    pub(crate) fn release_host(&self, buffer: Py<PyAny>) -> Result<(), BackendError> {
-        if let Some(_lock) = self.build_lock.try_acquire() {
-            return Python::attach(|py| {
-                let worker = self.worker(py, Call::ReleaseBuffer)?;
-                self.api
-                    .release_buffer(&worker, buffer.bind(py))
-                    .map_err(|e| self.failure(py, Call::ReleaseBuffer, &e, crate::error::Effect::Unknown))
-            });
+    /// Takes a host buffer that its user has released.
+    pub(crate) fn release_host(&self, buffer: HostBuffer) {
+        let refused = self.store.lock().put(buffer);
+        if let Some(buffer) = refused {
+            self.defer_release(buffer.views.into_buffer());
         }
-        self.deferred.lock().push(buffer);
-        // Whoever held the lock may have looked before the push.
         self.drain_deferred();
-        Ok(())
     }
 
-    /// Has a buffer released at the end of the build or control call that this thread is inside.
+    /// A released buffer of this size, with whatever it contains.
+    pub(crate) fn stored_host(&self, nbytes: u64) -> Option<HostBuffer> {
+        self.store.lock().take(nbytes)
+    }
+
+    /// Empties the store; what was in it is released when no run is in flight.
+    pub(crate) fn empty_store(&self) {
+        let buffers = self.store.lock().drain();
+        self.deferred.lock().extend(buffers.into_iter().map(|b| b.views.into_buffer()));
+    }
+
+    /// Has a buffer released at the next moment without runs.
     pub(crate) fn defer_release(&self, buffer: Py<PyAny>) {
         self.deferred.lock().push(buffer);
     }
 
-    /// Releases what others left, if nobody holds the build lock (its holder does it otherwise).
+    /// Releases what has been waiting for it, unless a run is in flight or somebody holds the build lock (who does
+    /// it later). Detached.
     pub(crate) fn drain_deferred(&self) {
-        while !self.deferred.lock().is_empty() {
+        while !self.deferred.lock().is_empty() && self.runs.in_flight() == 0 {
             let Some(_lock) = self.build_lock.try_acquire() else { return };
             Python::attach(|py| self.release_deferred(py));
         }
@@ -353,6 +367,9 @@ impl Shared {
 
     /// As above, by a thread that holds the build lock and is attached, outside any callback.
     pub(crate) fn release_deferred(&self, py: Python<'_>) {
+        if self.runs.in_flight() > 0 {
+            return;
+        }
         let buffers = std::mem::take(&mut *self.deferred.lock());
         for buffer in buffers {
             let result = self.worker(py, Call::ReleaseBuffer).and_then(|worker| {
@@ -434,6 +451,13 @@ impl Shared {
             match &domain.release {
                 Release::Failed(error) => return Err(error.clone()),
                 Release::Done => return Ok(()),
+                // Its own run frees it in its cleanup; any other run that is registered with it must end first, which
+                // the runtime would not wait for.
+                Release::No if !self.runs.is_active(domain.owner) && self.runs.uses_domain(id) => {
+                    domain.doomed = true;
+                    domains.released(id);
+                    return Ok(());
+                }
                 Release::No => {
                     domain.release = Release::Going;
                     break domain.handle.clone_ref(py);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 
 use super::callables::Callable;
+use super::entry::support;
 use super::process::StopSignal;
 use super::shared::Shared;
 use super::sys::optional;
@@ -41,7 +42,8 @@ pub(crate) fn start(py: Python<'_>, shared: &Arc<Shared>) -> Result<(), BackendE
         }
     }
     let prewarm = shared.api.call_config(py, &CallConfig::default()).map_err(failed)?;
-    if let Err(error) = shared.api.init(&worker, &prewarm) {
+    let init = support(py).and_then(|s| s.call_method1("start", (&worker, &prewarm)));
+    if let Err(error) = init {
         let failure = result::classified(py, call, &error, &shared.children, crate::error::Effect::None);
         // Rolled back by the runtime; this only marks the object as over.
         if let Err(second) = shared.api.close(&worker) {

@@ -1,16 +1,46 @@
-"""Loading and calling generated programs. Part of the binding; compiled into it, needs no torch of its own."""
+"""The Python half of the binding, compiled into it: starting workers, loading and calling generated programs."""
 
+import ctypes
 import importlib.util
 import inspect
 import itertools
 import json
+import os
+import signal
 import sys
+import threading
 import types
 from pathlib import Path
 
 MARKER = "_pypto_distributed_entry"
 PROVIDER = "_domain_provider"
 _numbers = itertools.count()
+
+
+_starting = threading.local()
+_PR_SET_PDEATHSIG = 1
+
+
+def _in_child():
+    """A child of a worker's start dies with the thread that started it. By themselves chip processes notice the end
+    of their host only between tasks, so one in an endless kernel would run for ever."""
+    host = getattr(_starting, "host", None)
+    if host is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != host:
+            os._exit(1)
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def start(worker, config):
+    """`Worker.init` on a thread that lives as long as the worker."""
+    _starting.host = os.getpid()
+    try:
+        worker.init(config)
+    finally:
+        _starting.host = None
 
 
 class Missing(ImportError):

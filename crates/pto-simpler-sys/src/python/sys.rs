@@ -140,10 +140,6 @@ impl Api {
         worker.call_method1(intern!(worker.py(), "register"), (target,))
     }
 
-    pub(crate) fn init(&self, worker: &Bound<'_, PyAny>, prewarm: &Bound<'_, PyAny>) -> PyResult<()> {
-        worker.call_method1(intern!(worker.py(), "init"), (prewarm,)).map(drop)
-    }
-
     pub(crate) fn close(&self, worker: &Bound<'_, PyAny>) -> PyResult<()> {
         worker.call_method0(intern!(worker.py(), "close")).map(drop)
     }

@@ -12,7 +12,6 @@ use super::sys;
 use crate::backend::RunOutcome;
 use crate::capability::Retention;
 use crate::error::{BackendError, Call, Effect, FailureKind, RuntimeFailure};
-use crate::ids::DomainId;
 
 /// The worker's sticky refusal after a failed cleanup.
 const POISON: &str = "_ordered_cleanup_error";
@@ -24,7 +23,7 @@ pub(crate) fn run(shared: &Arc<Shared>) {
             let outcome = outcome(py, shared, handle.bind(py));
             let uses = shared.runs.take_uses(run);
             shared.settle(py, &uses);
-            let outcome = match release(py, shared, &outcome, &uses) {
+            let outcome = match release(py, shared, outcome.result.is_err(), &uses) {
                 Ok(()) => outcome,
                 Err(error) => RunOutcome { cleanup: outcome.cleanup.or(Some(error)), ..outcome },
             };
@@ -37,6 +36,7 @@ pub(crate) fn run(shared: &Arc<Shared>) {
         if shared.runs.end(run) {
             shared.report(run, outcome);
         }
+        shared.drain_deferred();
     }
 }
 
@@ -76,32 +76,27 @@ fn of_run(mut failure: RuntimeFailure) -> RuntimeFailure {
     failure
 }
 
-/// With legacy retention the runtime no longer frees what was retained, so this does: everything that a failed run
-/// was registered with, and what a successful one does not keep, unless another run in flight still uses it.
-/// Behind a dead chip a release would wait for minutes in vain; `close` sees to those.
-fn release(
+/// Releases what this run was the last to use: domains that somebody released meanwhile, and, with legacy retention,
+/// where the runtime no longer frees what was retained, everything that a failed run was registered with and what a
+/// successful one does not keep. Behind a dead chip a release would wait for minutes in vain; `close` sees to those.
+pub(crate) fn release(
     py: Python<'_>,
     shared: &Shared,
-    outcome: &RunOutcome,
+    failed: bool,
     uses: &super::runs::Uses,
 ) -> Result<(), BackendError> {
-    if shared.capabilities.retention != Retention::PrivateHooks || shared.children.first_death().is_some() {
+    if shared.children.first_death().is_some() {
         return Ok(());
     }
-    let failed = outcome.result.is_err();
-    let ids: Vec<DomainId> = uses
-        .domains
-        .iter()
-        .filter(|d| (failed || !d.keep || shared.doomed(d.id)) && !shared.runs.uses_domain(d.id))
-        .map(|d| d.id)
-        .collect();
-    if failed {
-        shared.doom(uses.domains.iter().map(|d| d.id));
+    if shared.capabilities.retention == Retention::PrivateHooks {
+        shared.doom(uses.domains.iter().filter(|d| failed || !d.keep).map(|d| d.id));
     }
     let mut first = Ok(());
-    for id in ids {
-        let result = shared.release_now(py, id);
-        first = first.and(result);
+    for domain in &uses.domains {
+        if shared.doomed(domain.id) && !shared.runs.uses_domain(domain.id) {
+            let result = shared.release_now(py, domain.id);
+            first = first.and(result);
+        }
     }
     first
 }

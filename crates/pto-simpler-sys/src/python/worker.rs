@@ -155,6 +155,9 @@ impl SimplerBackend {
                 Err(error) => {
                     let uses = shared.runs.cancel(run);
                     shared.settle(py, &uses);
+                    if let Err(second) = waiter::release(py, shared, true, &uses) {
+                        tracing::warn!(%second, "a domain of a failed build could not be released");
+                    }
                     Err(shared.failure(py, Call::Submit, &error, Effect::Unknown))
                 }
             };
@@ -207,6 +210,9 @@ impl SimplerBackend {
             })?;
             return Ok(shared.add_host(object, Arc::new(mapping), nbytes, read_only, None));
         }
+        if !read_only && let Some(stored) = shared.stored_host(nbytes) {
+            return Ok(shared.host.lock().add(stored));
+        }
         let (object, name) = Python::attach(|py| {
             let worker = shared.worker(py, call)?;
             let buffer =
@@ -228,9 +234,10 @@ impl SimplerBackend {
         match mapping {
             Ok((mapping, name)) => Ok(shared.add_host(object, mapping, nbytes, read_only, Some(name))),
             Err(error) => {
-                if let Err(second) = shared.release_host(object) {
-                    tracing::warn!(%second, "a buffer that could not be used could not be released either");
-                }
+                shared.defer_release(object);
+                // What released buffers hold may be what is missing next time.
+                shared.empty_store();
+                shared.drain_deferred();
                 Err(error)
             }
         }
@@ -259,11 +266,12 @@ impl SimplerBackend {
             drop(domain);
         }
         let host = shared.host.lock().drain();
+        let stored = shared.store.lock().drain();
         let resident = shared.resident.lock().drain();
         let scratch = shared.scratch.lock().drain();
         let handles = std::mem::take(&mut *shared.handles.lock());
         let callables = std::mem::take(&mut *shared.callables.lock());
-        drop((host, resident, scratch, handles, callables));
+        drop((host, stored, resident, scratch, handles, callables));
     }
 
     fn stop_monitor(&self) {
@@ -313,6 +321,7 @@ impl SimplerBackend {
             return Ok(());
         }
         self.stop_monitor();
+        shared.empty_store();
         shared.drain_deferred();
         shared.children.look();
         let dead = shared.children.first_death();
@@ -370,6 +379,7 @@ impl SimplerBackend {
         self.stop_monitor();
         let names: Vec<String> = shared.host.lock().values().filter_map(|b| b.name.clone()).collect();
         shared.children.own_names(names);
+        shared.children.own_names(shared.store.lock().names());
         let (ended, left) = shared.children.destroy(FORCED_END);
         self.clear();
         self.owner.stop(false);
@@ -518,7 +528,8 @@ impl Backend for SimplerBackend {
             // No other process knows it yet.
             return Ok(());
         }
-        shared.release_host(taken.views.into_buffer())
+        shared.release_host(taken);
+        Ok(())
     }
 
     fn alloc(&self, chip: ChipId, nbytes: u64) -> Result<DeviceBufferId, BackendError> {
