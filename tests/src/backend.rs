@@ -16,7 +16,13 @@ pub const VARIABLE: &str = "PTO_BACKEND";
 type Make = fn() -> Box<dyn BackendFactory>;
 
 /// Every backend that this build can run on; a binding adds its row here.
-const BACKENDS: &[(&str, Make)] = &[("emulator", || Box::new(EmulatorFactory::new("emulator")))];
+const BACKENDS: &[(&str, Make)] = &[
+    ("emulator", || Box::new(EmulatorFactory::new("emulator"))),
+    #[cfg(feature = "simpler")]
+    ("simpler", || Box::new(crate::simpler::SimplerFactory(crate::simpler::Runtime::Simpler))),
+    #[cfg(feature = "simpler")]
+    ("standin", || Box::new(crate::simpler::SimplerFactory(crate::simpler::Runtime::StandIn))),
+];
 
 /// A name that is no backend of this build.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

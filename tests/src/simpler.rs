@@ -3,7 +3,7 @@
 //!
 //! | variable | meaning |
 //! |---|---|
-//! | `PTO_BACKEND` | `simpler`, or `standin` (default) |
+//! | `PTO_BACKEND` | `simpler` or `standin`; suites for the binding alone take `standin` by default |
 //! | `PTO_PLATFORM` | `a2a3sim` (default) or `a5sim` |
 //! | `PTO_RETENTION` | `legacy`, or public (default) |
 //! | `PTO_PYTHON_PRELUDE` | `module:function`, run before the runtime is probed |
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use pto_mock::conformance::{BackendFactory, BackendSpec, CreateError, Deviation};
+use pto_mock::conformance::{self, BackendFactory, BackendSpec, CreateError, TestPath};
 use pto_mock::kernels;
 use pto_simpler_sys::python::{SimplerBackend, SimplerOptions};
 use pto_simpler_sys::{Access, Backend, CallableSource, ChipArtefact, KernelArtefact, Signature};
@@ -56,14 +56,27 @@ pub fn extra_callables() -> Vec<(&'static str, Signature)> {
     ]
 }
 
+/// Runs the body of a test in a process of its own ([`conformance::alone`]) and looks for shared memory that it leaves.
+///
+/// # Panics
+///
+/// Where the body does, or leaves something.
+pub fn alone(path: TestPath, body: impl FnOnce()) {
+    conformance::alone(path, || {
+        let before = shared_memory();
+        body();
+        let left: Vec<String> = shared_memory().into_keys().filter(|name| !before.contains_key(name)).collect();
+        assert!(left.is_empty(), "left in shared memory: {left:?}");
+    });
+}
+
 fn here() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Options for the selected runtime: devices `0..chips`, the portable kernels and [`extra_callables`] by name.
+/// Options for a runtime: devices `0..chips`, the portable kernels and [`extra_callables`] by name.
 #[must_use]
-pub fn options(chips: u32, sub_workers: u32) -> SimplerOptions {
-    let runtime = Runtime::selected();
+pub fn options(runtime: Runtime, chips: u32, sub_workers: u32) -> SimplerOptions {
     let mut options = SimplerOptions::from_environment(0..chips);
     options.num_sub_workers = sub_workers;
     options.python_path.push(here().join("kernels"));
@@ -189,22 +202,21 @@ fn described() -> PathBuf {
     directory
 }
 
-/// Makes backends over the selected runtime.
+/// Makes backends over a runtime.
 #[derive(Clone, Copy, Debug)]
-pub struct SimplerFactory;
+pub struct SimplerFactory(pub Runtime);
 
 impl BackendFactory for SimplerFactory {
     fn name(&self) -> String {
-        format!("{:?} on {}", Runtime::selected(), env::var("PTO_PLATFORM").unwrap_or_else(|_| "a2a3sim".into()))
+        match self.0 {
+            Runtime::Simpler => "simpler".to_owned(),
+            Runtime::StandIn => "standin".to_owned(),
+        }
     }
 
     fn create(&self, spec: &BackendSpec) -> Result<Arc<dyn Backend>, CreateError> {
-        let options = options(spec.chips, spec.sub_workers);
+        let options = options(self.0, spec.chips, spec.sub_workers);
         Ok(Arc::new(SimplerBackend::new(options).map_err(CreateError::failed)?))
-    }
-
-    fn known_deviations(&self) -> Vec<Deviation> {
-        Vec::new()
     }
 
     fn process_backed(&self) -> bool {

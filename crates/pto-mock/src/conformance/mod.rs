@@ -318,6 +318,23 @@ pub fn check(name: &str, factory: &dyn BackendFactory, path: TestPath) {
     }
 }
 
+/// Runs the body of a test that is not a rule the way rules of process-backed factories run: in a process of its own,
+/// one at a time on the whole machine, with the hang guard.
+///
+/// # Panics
+///
+/// Where the body does, or its process dies.
+#[expect(clippy::panic, reason = "a test reports by panicking")]
+pub fn alone(path: TestPath, body: impl FnOnce()) {
+    if path.is_child() {
+        let _guard = process::HangGuard::arm(path.as_str());
+        return body();
+    }
+    if let Err(process::Failure::Died(what) | process::Failure::Failed(what)) = process::rerun(path) {
+        panic!("{what}");
+    }
+}
+
 /// The body of the generated test that keeps the list of deviations honest: each names a rule, once.
 ///
 /// # Panics

@@ -46,6 +46,8 @@ pub(crate) fn probe(py: Python<'_>, options: &SimplerOptions) -> Result<Probed, 
     capabilities.copy_granularity = CopyGranularity::WholeBuffer;
     capabilities.failed_task_is_final = true;
     capabilities.entries = true;
+    // Of the 64 scopes that nest, the run itself is the outermost.
+    capabilities.limits.scope_depth -= 1;
     capabilities.retention = retention(py, &api, options)?;
     Ok(Probed { api, info, capabilities })
 }

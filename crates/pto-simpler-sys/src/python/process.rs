@@ -58,6 +58,14 @@ impl Children {
         self.chips.lock().get(&pid).copied()
     }
 
+    /// All chips and their processes.
+    pub(crate) fn chip_processes(&self) -> Vec<(ChipId, u32)> {
+        let chips = self.chips.lock();
+        let mut all: Vec<(ChipId, u32)> = chips.iter().map(|(pid, chip)| (*chip, pid.unsigned_abs())).collect();
+        all.sort();
+        all
+    }
+
     /// Forgets processes that an orderly close has ended.
     pub(crate) fn clear(&self) {
         self.chips.lock().clear();

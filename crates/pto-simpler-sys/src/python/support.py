@@ -63,9 +63,10 @@ def _load(path, name):
         raise
     try:
         import cloudpickle
-    except ModuleNotFoundError as e:
-        raise Missing(f"registering the functions of {path} needs the package 'cloudpickle': {e}") from e
-    cloudpickle.register_pickle_by_value(module)
+    except ModuleNotFoundError:
+        pass  # a runtime that pickles has it; one that does not needs nothing
+    else:
+        cloudpickle.register_pickle_by_value(module)
     return module
 
 

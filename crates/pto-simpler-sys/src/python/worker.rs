@@ -86,6 +86,13 @@ impl SimplerBackend {
         &self.info
     }
 
+    /// The process of each chip worker that is running, by its id in the system. Empty before the start, after the
+    /// end, and on a runtime that does not tell.
+    #[must_use]
+    pub fn chip_processes(&self) -> Vec<(ChipId, u32)> {
+        self.shared.children.chip_processes()
+    }
+
     fn admit(&self, run: RunId) -> Result<(), BackendError> {
         let call = Call::Submit;
         self.shared.check_caller(call)?;

@@ -1,0 +1,270 @@
+//! A real all-reduce over two simulated chips: persistent execution against domains per request.
+//!
+//! ```text
+//! cargo run --release -p pto-tests --features simpler --example simpler_allreduce -- --backend simpler
+//! ```
+//!
+//! Options: `--backend emulator|simpler|standin` (default `simpler`), `--iterations N` (default 100), `--words N`
+//! (default 1024). The environment variables of `pto_tests::simpler` apply; with a Simpler that lacks the public
+//! retention call, set `PTO_RETENTION=legacy`. Every rank's result is checked element by element in every dispatch;
+//! any mismatch makes the exit code non-zero.
+
+use std::error::Error;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pto_dispatch::{
+    Args, Build, HostBuffer, Options, Parameter, PreparedWorker, Program, ProgramResult, ProgramSpec,
+};
+use pto_mock::Emulator;
+use pto_simpler_sys::python::SimplerBackend;
+use pto_simpler_sys::{Access, Backend, CallableSpec, DataType, DomainRequest, NamedBuffer, Retention, Signature};
+use pto_tests::simpler::{self, Runtime};
+
+const CHIPS: u32 = 2;
+const ARRIVALS_BYTES: u64 = 64;
+const NAME: &str = "allreduce";
+
+fn signature() -> Signature {
+    Signature::new([Access::Input, Access::Output], 3)
+}
+
+/// Sums one vector per chip through a window: a payload, and a cell that counts the ranks that have published.
+struct AllReduce {
+    spec: ProgramSpec,
+    request: DomainRequest,
+    words: u32,
+}
+
+impl AllReduce {
+    fn new(words: u32) -> Self {
+        let bytes = u64::from(words) * 4;
+        let mut spec = ProgramSpec::new(NAME).callable(CallableSpec::chip(NAME, signature()));
+        for side in ["in", "out"] {
+            for chip in 0..CHIPS {
+                spec = spec.parameter(Parameter::host(format!("{side}{chip}"), bytes));
+            }
+        }
+        let buffers = vec![NamedBuffer::bytes("payload", bytes), NamedBuffer::bytes("arrivals", ARRIVALS_BYTES)];
+        Self { spec, request: DomainRequest::packed(0..CHIPS, buffers), words }
+    }
+}
+
+impl Program for AllReduce {
+    fn spec(&self) -> &ProgramSpec {
+        &self.spec
+    }
+
+    fn build<'b>(&self, build: &Build<'b>, args: &Args) -> ProgramResult {
+        let lease = build.lease("ring", &self.request)?;
+        for (rank, chip) in self.request.workers.iter().enumerate() {
+            let host = |index: usize, access| {
+                let buffer = args.host_at(index)?;
+                build.tensor(buffer, &[self.words], DataType::Int32, access)
+            };
+            build
+                .task(0)?
+                .tensor(host(rank, Access::Input)?)
+                .tensor(host(CHIPS as usize + rank, Access::OutputExisting)?)
+                .scalar(0)
+                .scalar(self.request.buffers[0].nbytes)
+                .scalar(lease.device_context(*chip)?)
+                .submit(*chip)?;
+        }
+        Ok(())
+    }
+}
+
+/// The same kernel for the emulator.
+fn emulator() -> Result<Arc<dyn Backend>, Box<dyn Error>> {
+    let builder = Emulator::builder().chips(CHIPS).kernel(NAME, signature(), |kernel| {
+        let (input, output) = (kernel.tensor(0)?, kernel.tensor(1)?);
+        let (payload, arrivals) = (kernel.scalar(0)?, kernel.scalar(1)?);
+        let domain = kernel.domain(kernel.scalar(2)?)?;
+        let mine = domain.window(domain.rank())?;
+        mine.store(payload, &input.to_vec()?)?;
+        for rank in 0..domain.size() {
+            domain.window(rank)?.cell(arrivals)?.fetch_add(1)?;
+        }
+        let ranks = domain.size() as i32;
+        mine.cell(arrivals)?.wait(|arrived| arrived >= ranks)?;
+        let mut sums = vec![0i32; (output.len() / 4) as usize];
+        let mut part = vec![0; output.len() as usize];
+        for rank in 0..domain.size() {
+            domain.window(rank)?.load(payload, &mut part)?;
+            for (sum, word) in sums.iter_mut().zip(words(&part)) {
+                *sum = sum.wrapping_add(word);
+            }
+        }
+        output.store(0, &bytes(&sums))
+    });
+    Ok(builder.build()?)
+}
+
+fn words(bytes: &[u8]) -> impl Iterator<Item = i32> + '_ {
+    bytes.chunks_exact(4).map(|w| i32::from_le_bytes([w[0], w[1], w[2], w[3]]))
+}
+
+fn bytes(words: &[i32]) -> Vec<u8> {
+    words.iter().flat_map(|w| w.to_le_bytes()).collect()
+}
+
+fn make(backend: &str) -> Result<Arc<dyn Backend>, Box<dyn Error>> {
+    let runtime = match backend {
+        "emulator" => return emulator(),
+        "simpler" => Runtime::Simpler,
+        "standin" => Runtime::StandIn,
+        other => return Err(format!("unknown backend {other:?}; permitted: emulator, simpler, standin").into()),
+    };
+    let backend = SimplerBackend::new(simpler::options(runtime, CHIPS, 0))?;
+    if let Retention::Unsupported { missing } = &backend.capabilities().retention {
+        return Err(format!("this runtime has no {missing}; set PTO_RETENTION=legacy").into());
+    }
+    Ok(Arc::new(backend))
+}
+
+struct Row {
+    mode: &'static str,
+    allocations: u64,
+    reuses: u64,
+    zeroed: u64,
+    staging: u64,
+    submit: Vec<Duration>,
+    total: Vec<Duration>,
+    mismatches: u64,
+}
+
+fn measure(
+    backend: &str,
+    mode: &'static str,
+    options: &Options,
+    size: u32,
+    iterations: u32,
+) -> Result<Row, Box<dyn Error>> {
+    let program: Arc<dyn Program> = Arc::new(AllReduce::new(size));
+    let worker = PreparedWorker::prepare(&[program], options, make(backend)?)?;
+    let id = worker.only()?;
+    let nbytes = u64::from(size) * 4;
+    let buffers: Vec<HostBuffer> =
+        (0..2 * CHIPS).map(|_| worker.create_buffer(nbytes)).collect::<Result<_, _>>()?;
+    let mut args = Args::new();
+    for buffer in &buffers {
+        args = args.host(buffer);
+    }
+    let (inputs, outputs) = buffers.split_at(CHIPS as usize);
+    let mut row = Row {
+        mode,
+        allocations: 0,
+        reuses: 0,
+        zeroed: 0,
+        staging: 0,
+        submit: Vec::new(),
+        total: Vec::new(),
+        mismatches: 0,
+    };
+    for iteration in 0..iterations {
+        let mut expected = vec![0i32; size as usize];
+        for (rank, buffer) in inputs.iter().enumerate() {
+            let part: Vec<i32> = (0..size as i32)
+                .map(|i| i.wrapping_mul(rank as i32 + 3).wrapping_add(iteration as i32 * 7))
+                .collect();
+            for (sum, word) in expected.iter_mut().zip(&part) {
+                *sum = sum.wrapping_add(*word);
+            }
+            buffer.write(0, &bytes(&part))?;
+        }
+        let start = Instant::now();
+        let dispatch = worker.submit(id, &args)?;
+        row.submit.push(start.elapsed());
+        dispatch.wait()?;
+        row.total.push(start.elapsed());
+        let mut found = vec![0; nbytes as usize];
+        for buffer in outputs {
+            buffer.read(0, &mut found)?;
+            row.mismatches += words(&found).zip(&expected).filter(|(a, b)| a != *b).count() as u64;
+        }
+        if iteration % 10 == 9 || iteration + 1 == iterations {
+            eprint!("\r{mode}: {}/{iterations}", iteration + 1);
+        }
+    }
+    eprintln!();
+    let stats = worker.stats(id)?;
+    row.allocations = stats.allocations;
+    row.reuses = stats.reuses;
+    row.zeroed = stats.zeroed_bytes;
+    row.staging = stats.peak_staging_bytes;
+    worker.close()?;
+    row.submit.sort();
+    row.total.sort();
+    Ok(row)
+}
+
+fn percentile(sorted: &[Duration], p: usize) -> f64 {
+    sorted.get((sorted.len() * p / 100).min(sorted.len().saturating_sub(1))).map_or(0.0, |d| d.as_secs_f64() * 1e3)
+}
+
+fn run() -> Result<bool, Box<dyn Error>> {
+    let mut backend = "simpler".to_owned();
+    let (mut iterations, mut size) = (100, 1024);
+    let mut arguments = std::env::args().skip(1);
+    while let Some(option) = arguments.next() {
+        let mut value = || arguments.next().ok_or_else(|| format!("{option} needs a value"));
+        match &*option {
+            "--backend" => backend = value()?,
+            "--iterations" => iterations = value()?.parse()?,
+            "--words" => size = value()?.parse()?,
+            _ => return Err(format!("unknown option {option:?}; see the head of this file").into()),
+        }
+    }
+    if iterations == 0 || size == 0 {
+        return Err("--iterations and --words take at least 1".into());
+    }
+    let rows = [
+        measure(&backend, "domains per request", &Options::ordinary(), size, iterations)?,
+        measure(&backend, "persistent, reset", &Options::persistent(), size, iterations)?,
+    ];
+    println!(
+        "{:<20} {:>6} {:>7} {:>12} {:>9} {:>17} {:>17} {:>10}",
+        "mode",
+        "allocs",
+        "reuses",
+        "bytes zeroed",
+        "staging",
+        "submit p50/p99 ms",
+        "total p50/p99 ms",
+        "mismatches"
+    );
+    for row in &rows {
+        println!(
+            "{:<20} {:>6} {:>7} {:>12} {:>9} {:>8.2}/{:>8.2} {:>8.2}/{:>8.2} {:>10}",
+            row.mode,
+            row.allocations,
+            row.reuses,
+            row.zeroed,
+            row.staging,
+            percentile(&row.submit, 50),
+            percentile(&row.submit, 99),
+            percentile(&row.total, 50),
+            percentile(&row.total, 99),
+            row.mismatches
+        );
+    }
+    let ratio = percentile(&rows[0].total, 50) / percentile(&rows[1].total, 50).max(f64::MIN_POSITIVE);
+    println!("on {backend}: a dispatch over a retained window takes 1/{ratio:.2} of one that allocates its own");
+    Ok(rows.iter().all(|row| row.mismatches == 0))
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => {
+            eprintln!("results were wrong");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

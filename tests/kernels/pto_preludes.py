@@ -1,0 +1,63 @@
+"""Preludes for tests: what a runtime of another version might lack."""
+
+
+def without_hooks():
+    """Workers lack one of the private hooks of legacy retention."""
+    from simpler.worker import Worker
+
+    made = Worker.__init__
+
+    def make(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        del self._live_domains
+
+    Worker.__init__ = make
+
+
+def without_public_retention():
+    """The orchestrator lacks the public retention call."""
+    from simpler.orchestrator import Orchestrator
+
+    if hasattr(Orchestrator, "get_or_allocate_domain"):
+        del Orchestrator.get_or_allocate_domain
+
+
+def without_submit():
+    """The worker lacks a piece that the binding cannot do without."""
+    from simpler.worker import Worker
+
+    del Worker.submit
+
+
+def fails():
+    raise RuntimeError("the prelude failed on purpose")
+
+
+def hang_second_chip():
+    """The stand-in's second chip never comes up."""
+    import os
+
+    os.environ["PTO_STANDIN_HANG_INIT"] = "1"
+
+
+def toolchain():
+    """Where generated programs of the tests find kernel sources, and the one compiler name that the driver knows."""
+    import os
+    import shutil
+    import tempfile
+    from pathlib import Path
+
+    os.environ["PTO_TEST_KERNELS"] = str(Path(__file__).resolve().parent)
+    if shutil.which("g++-15") is None and (compiler := shutil.which("g++")):
+        directory = Path(tempfile.mkdtemp())
+        (directory / "g++-15").symlink_to(compiler)
+        os.environ["PATH"] = f"{directory}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def report(args):
+    """Bound in place of the sub-worker of that name."""
+    args[0].buffer.cast("B").cast("i")[1] += 1
+
+
+def takes_two(first, second):
+    raise AssertionError("never called")
