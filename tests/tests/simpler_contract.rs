@@ -301,9 +301,11 @@ alone!(a_forked_child_cannot_use_the_backend, || {
 alone!(start_and_close_from_different_threads_of_the_user_share_one_owner_thread, || {
     for cycle in 0..3 {
         let bench = std::thread::spawn(|| Bench::new(options(1, 0), &[])).join().unwrap();
-        std::thread::scope(|scope| {
-            scope.spawn(|| bench.run(1, |o| o.alloc(8).map(drop))).join().unwrap();
+        let bench = std::thread::spawn(move || {
+            bench.run(1, |o| o.alloc(8).map(drop));
+            bench
         });
+        let bench = bench.join().unwrap();
         let backend = Arc::clone(&bench.backend);
         std::thread::spawn(move || backend.close().unwrap()).join().unwrap();
         assert!(bench.backend.chip_processes().is_empty(), "cycle {cycle}");
