@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -28,6 +29,8 @@ pub(crate) struct Children {
     names: Mutex<BTreeSet<String>>,
     /// Chips that have died as far as somebody noticed, the first one first.
     dead: Mutex<Vec<(ChipId, Death)>>,
+    /// The worker is being closed: a chip process that exits as it should has not died.
+    closing: AtomicBool,
 }
 
 /// How a chip process ended.
@@ -35,6 +38,14 @@ pub(crate) struct Children {
 pub(crate) struct Death {
     pub(crate) exit_code: Option<i32>,
     pub(crate) signal: Option<i32>,
+}
+
+impl Death {
+    /// Whether a process that was asked to exit may have ended like this: with code 0, or reaped by somebody who
+    /// saw how.
+    const fn is_orderly(self) -> bool {
+        self.signal.is_none() && matches!(self.exit_code, None | Some(0))
+    }
 }
 
 impl Children {
@@ -66,6 +77,11 @@ impl Children {
         all
     }
 
+    /// From now on chip processes may exit by themselves.
+    pub(crate) fn closing(&self) {
+        self.closing.store(true, Ordering::SeqCst);
+    }
+
     /// Forgets processes that an orderly close has ended.
     pub(crate) fn clear(&self) {
         self.chips.lock().clear();
@@ -78,6 +94,13 @@ impl Children {
         self.dead.lock().first().copied()
     }
 
+    /// Takes note of a death that somebody else noticed.
+    pub(crate) fn died(&self, chip: ChipId, death: Death) {
+        if !self.is_dead(chip) {
+            self.dead.lock().push((chip, death));
+        }
+    }
+
     fn is_dead(&self, chip: ChipId) -> bool {
         self.dead.lock().iter().any(|(dead, _)| *dead == chip)
     }
@@ -88,6 +111,7 @@ impl Children {
         for (pid, chip) in chips {
             if !self.is_dead(chip)
                 && let Some(death) = death_of(pid)
+                && !(self.closing.load(Ordering::SeqCst) && death.is_orderly())
             {
                 self.dead.lock().push((chip, death));
             }

@@ -20,8 +20,9 @@ pub(crate) fn failure(py: Python<'_>, call: Call, error: &PyErr) -> RuntimeFailu
 }
 
 fn traceback(py: Python<'_>, error: &PyErr) -> PyResult<String> {
-    let lines: Vec<String> =
-        py.import("traceback")?.call_method1("format_exception", (error.value(py),))?.extract()?;
+    // The frames are not attached to the exception unless Python code has caught it.
+    let parts = (error.get_type(py), error.value(py), error.traceback(py));
+    let lines: Vec<String> = py.import("traceback")?.call_method1("format_exception", parts)?.extract()?;
     Ok(lines.concat())
 }
 

@@ -15,7 +15,7 @@ use super::interpreter;
 use super::lock::BuildLock;
 use super::memory::Mapping;
 use super::options::SimplerOptions;
-use super::process::Children;
+use super::process::{Children, Death};
 use super::queue::Queue;
 use super::result;
 use super::runs::{Runs, Uses};
@@ -226,8 +226,10 @@ impl Shared {
     /// Takes note of a failure that is final for the worker, in the words of the first chip that died if one did:
     /// later deaths are mostly consequences.
     pub(crate) fn note(&self, mut failure: RuntimeFailure) -> RuntimeFailure {
-        if matches!(failure.kind, FailureKind::ChipDied { .. }) {
+        if let (FailureKind::ChipDied { exit_code, signal }, Some(chip)) = (failure.kind, failure.chip) {
             self.children.look();
+            // The runtime may have reaped it already, in which case only its message tells.
+            self.children.died(chip, Death { exit_code, signal });
         }
         if let Some((chip, death)) = self.children.first_death()
             && failure.kind != FailureKind::Deferred

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use super::callables::Callable;
 use super::entry::support;
 use super::process::StopSignal;
-use super::shared::Shared;
+use super::shared::{Phase, Shared};
 use super::sys::optional;
 use super::{probe, result};
 use crate::config::CallConfig;
@@ -95,7 +95,13 @@ fn processes(worker: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<i32>, Vec<Str
 /// A chip process has ended although nobody asked it to: no more work, and whatever still waits for the dead chip
 /// after a short grace is freed from waiting by ending its peers too. On the monitor's thread.
 pub(crate) fn chip_died(shared: &Shared, stop: &StopSignal) {
+    // None: it exited because the worker is being closed.
     let Some((chip, death)) = shared.children.first_death() else { return };
+    if shared.phase() == Phase::Closing {
+        // The release of a domain would wait for the dead member.
+        shared.children.end_chips();
+        return;
+    }
     let failure = RuntimeFailure::new(Call::Task, "ChipDied", "the chip process has ended")
         .with_kind(FailureKind::ChipDied { exit_code: death.exit_code, signal: death.signal })
         .on_chip(chip)
