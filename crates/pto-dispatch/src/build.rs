@@ -19,7 +19,9 @@ use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
-use pto_domain::{DomainKey, DomainName, Lease, LeaseParts, LeasedBuffer, check_name, check_request, difference};
+use pto_domain::{
+    DomainError, DomainKey, DomainName, Lease, LeaseParts, LeasedBuffer, check_name, check_request, difference,
+};
 use pto_reset::check_mapping;
 use pto_simpler_sys::{
     Access, BackendError, BuildFailed, Call, CallConfig, CallbackError, ChipId, CopyResult, CopySource, CopyTo,
@@ -199,8 +201,8 @@ impl<'b> Build<'b> {
     /// # Errors
     ///
     /// [`Error::Request`]: the request is invalid (nothing was done). [`Error::Domain`]: retained under another
-    /// request, with the difference; poisoned; closing. [`Error::Build`]: not retained yet and a task was submitted
-    /// already. [`Error::WouldBlock`] under `try_submit`. [`Error::Reset`]: a mapping is smaller than the request.
+    /// request, with the difference; closing. [`Error::Poisoned`]: an older dispatch has failed meanwhile.
+    /// [`Error::Build`]: not retained yet and a task was submitted already. [`Error::WouldBlock`] under `try_submit`. [`Error::Reset`]: a mapping is smaller than the request.
     /// [`Error::Backend`]: the backend failed.
     pub fn lease(&self, name: &str, request: &DomainRequest) -> Result<Lease<'b>, Error> {
         self.check_sticky()?;
@@ -215,11 +217,10 @@ impl<'b> Build<'b> {
         let inner = self.inner;
         let found = {
             let table = inner.table.lock();
-            match table.lookup(self.program.index, name, request)? {
-                Some(slot) => Some((slot, table.lease(slot, &inner.authority)?)),
-                None => None,
-            }
+            let slot = table.lookup(self.program.index, name, request);
+            slot.and_then(|slot| slot.map(|slot| Ok((slot, table.lease(slot, &inner.authority)?))).transpose())
         };
+        let found = found.map_err(|error| self.not_leased(error))?;
         if let Some((slot, lease)) = found {
             self.note_leased(slot);
             return Ok(lease);
@@ -235,15 +236,23 @@ impl<'b> Build<'b> {
         })?;
         *allocated += 1;
         self.check_new_mapping(&backend_name, request, reply)?;
-        let mut table = inner.table.lock();
-        let slot = table
-            .insert(self.program.index, name, request, reply.clone())
-            .map_err(|error| self.stick(error.into()))?;
-        let lease = table.lease(slot, &inner.authority)?;
-        drop(table);
+        let inserted = {
+            let mut table = inner.table.lock();
+            let slot = table.insert(self.program.index, name, request, reply.clone());
+            slot.and_then(|slot| Ok((slot, table.lease(slot, &inner.authority)?)))
+        };
+        let (slot, lease) = inserted.map_err(|error| self.stick(self.not_leased(error)))?;
         drop(storage);
         self.note_leased(slot);
         Ok(lease)
+    }
+
+    /// A worker that is poisoned while this graph is being built says what poisoned it, as to any submitter.
+    fn not_leased(&self, error: DomainError) -> Error {
+        match (&error, self.check_poison()) {
+            (DomainError::Poisoned, Err(poisoned)) => poisoned,
+            _ => error.into(),
+        }
     }
 
     fn lease_ordinary(&self, name: &str, request: &DomainRequest) -> Result<Lease<'b>, Error> {
