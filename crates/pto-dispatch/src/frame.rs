@@ -223,6 +223,26 @@ mod tests {
     }
 
     #[test]
+    fn whoever_is_in_line_comes_before_a_try_and_before_idle() {
+        let admission: Admission<&str> = Admission::new();
+        // Somebody who has taken a ticket and has not been served yet.
+        admission.gate.lock().line.push_back(7);
+        assert_eq!(admission.try_acquire(FRAMES), Ok(None), "a try does not jump the line");
+        assert!(!admission.wait_idle(Some(Instant::now())), "close waits for those in line to leave it");
+        admission.gate.lock().line.clear();
+        assert!(admission.wait_idle(Some(Instant::now())));
+        assert!(matches!(admission.try_acquire(FRAMES), Ok(Some(_))));
+    }
+
+    #[test]
+    fn a_refusal_is_met_at_the_door_and_in_line() {
+        let admission: Admission<&str> = Admission::new();
+        admission.refuse("poisoned", |_| false);
+        assert_eq!((admission.acquire(), admission.try_acquire(FRAMES)), (Err("poisoned"), Err("poisoned")));
+        assert!(admission.wait_idle(Some(Instant::now())), "who was turned away is not in line");
+    }
+
+    #[test]
     fn a_cancelled_build_gives_its_frame_back() {
         let admission: Admission<&str> = Admission::new();
         let grant = admission.acquire().unwrap();

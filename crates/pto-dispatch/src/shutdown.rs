@@ -318,12 +318,13 @@ impl Inner {
         if self.shutdown.is_closed() {
             return;
         }
-        if reentry::is_building(self.id) || self.backend.check_blocking().is_err() {
-            // Waiting here would wait for ourselves: another thread closes.
+        // Never inside a builder of this worker: whoever submits borrows it for as long as the build lasts.
+        if self.backend.check_blocking().is_err() {
+            // This thread may not wait: another one closes.
             let inner = Arc::clone(self);
             let spawned = std::thread::Builder::new().name("pto-close".into()).spawn(move || inner.close_bounded());
             if let Err(error) = spawned {
-                tracing::error!(%error, "a worker dropped in its own builder cannot be closed; it is leaked");
+                tracing::error!(%error, "no thread to close a dropped worker with; it is leaked");
                 std::mem::forget(Arc::clone(self));
             }
             return;
