@@ -14,11 +14,12 @@ use pto_simpler_sys::{Call, ChipId, DomainId, FailureKind, RunId, RuntimeFailure
 
 use super::model::{Expect, FaultPoint, Model, Shown, Status, Transition, World};
 use super::oracle::{self, Rules};
-use super::shape::{Act, Seen, Shape, TOLD_TO_PANIC, ToldToFail, Toucher, pattern};
+use super::shape::{Act, Epochs, Seen, Shape, TOLD_TO_PANIC, ToldToFail, Toucher, pattern};
+use super::watch::Watch;
 use crate::{Emulator, EventKind, Fault, FaultEffect};
 
 /// How long a step may take before the run is called hung. A guard, not an expectation.
-const HANG: Duration = Duration::from_secs(120);
+const HANG: Duration = Duration::from_secs(60);
 
 /// A worker under test.
 #[derive(Debug)]
@@ -29,11 +30,13 @@ pub struct System {
     handles: Vec<Option<Dispatch>>,
     let_go: BTreeSet<u64>,
     seen: Seen,
+    epochs: Epochs,
     /// Who wrote each retained domain last, as the accepted dispatches have it.
     writers: BTreeMap<(usize, usize), Option<u64>>,
     /// What the first tasks must have found: by run, chip and domain, the byte that fills the window.
     must_see: BTreeMap<(RunId, ChipId, u64), u8>,
     buffers_before: usize,
+    watch: Watch,
 }
 
 /// The state machine test.
@@ -45,7 +48,8 @@ impl StateMachineTest for Lifecycle {
     type Reference = Model;
 
     fn init_test(world: &World) -> System {
-        let seen = Seen::default();
+        let (seen, epochs) = (Seen::default(), Epochs::default());
+        let watch = Watch::new(HANG);
         let emulator = Toucher::install(world.shape.emulator(), Arc::clone(&seen))
             .build()
             .expect("every shape is a valid emulator");
@@ -54,7 +58,9 @@ impl StateMachineTest for Lifecycle {
             .programs
             .iter()
             .enumerate()
-            .map(|(index, domains)| Arc::new(Toucher::new(index, domains.clone())) as Arc<dyn Program>)
+            .map(|(index, domains)| {
+                Arc::new(Toucher::new(index, domains.clone(), Arc::clone(&epochs))) as Arc<dyn Program>
+            })
             .collect();
         let backend = Arc::clone(&emulator);
         let worker = PreparedWorker::prepare(&programs, &world.shape.options(), backend)
@@ -67,14 +73,17 @@ impl StateMachineTest for Lifecycle {
             programs,
             handles: Vec::new(),
             let_go: BTreeSet::new(),
-            seen,
             writers: BTreeMap::new(),
             must_see: BTreeMap::new(),
             buffers_before,
+            seen,
+            epochs,
+            watch,
         }
     }
 
     fn apply(mut system: System, world: &World, transition: Transition) -> System {
+        system.watch.begin(|| format!("{transition:?} on {:?}", world.shape));
         let answer = system.step(world, &transition);
         assert_eq!(answer, world.expect, "the answer to {transition:?}");
         if let (
@@ -83,11 +92,13 @@ impl StateMachineTest for Lifecycle {
         ) = (&transition, &answer)
         {
             system.expect_contents(&world.shape, *program, leases, *id);
+            system.check_opening(world, *program, leases, *id);
         }
         if !matches!(transition, Transition::Arm(_)) && world.fault.is_none() {
             system.emulator.faults().disarm();
         }
         system.settle(world);
+        system.watch.end();
         system
     }
 
@@ -96,6 +107,7 @@ impl StateMachineTest for Lifecycle {
     }
 
     fn teardown(mut system: System) {
+        system.watch.begin(|| "the drop of the worker".to_owned());
         // Dropping must do everything that close does. A fault nobody met must not hit it.
         system.emulator.faults().disarm();
         for run in system.worker.as_ref().map(PreparedWorker::in_flight).unwrap_or_default() {
@@ -106,6 +118,7 @@ impl StateMachineTest for Lifecycle {
         let stats = system.emulator.stats();
         assert_eq!((stats.domains, stats.runs, stats.host_buffers, stats.threads), (0, 0, 0, 0), "I14: {stats:?}");
         assert!(stats.linked_names.is_empty(), "I14: {stats:?}");
+        system.watch.end();
     }
 }
 
@@ -328,6 +341,32 @@ impl System {
         }
     }
 
+    /// An accepted dispatch has registered every retained domain of its program, leased or not (rule 12), and its
+    /// leases showed the right epochs (rule 16).
+    fn check_opening(&self, world: &World, program: usize, leases: &[usize], id: u64) {
+        let epochs = self.epochs.lock();
+        for domain in leases {
+            let epoch = world.retained[program][*domain].as_ref().map_or(1, |retained| retained.epoch);
+            assert_eq!(epochs.get(&(id, *domain)), Some(&epoch), "rule 16: epoch of d{domain} in dispatch {id}");
+        }
+        drop(epochs);
+        if !world.shape.persistent {
+            return;
+        }
+        let retained = world.retained[program].iter().enumerate().filter(|(_, retained)| retained.is_some());
+        let wanted: BTreeSet<String> =
+            retained.map(|(domain, _)| world.shape.backend_name(program, domain)).collect();
+        let events = self.emulator.journal().of_run(RunId(id));
+        let registered: BTreeSet<String> = events
+            .iter()
+            .filter_map(|event| match event {
+                EventKind::Alloc { name, .. } | EventKind::Reuse { name, .. } => Some(name.to_string()),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(registered, wanted, "rule 12: what dispatch {id} registered");
+    }
+
     fn check(&self, world: &World) {
         let events = self.emulator.journal().events();
         let request = |name: &str| {
@@ -338,7 +377,8 @@ impl System {
             })
         };
         let rules = Rules {
-            frames: pto_simpler_sys::FRAMES,
+            // Said a second time, and not taken from the code under test.
+            frames: 2,
             resets: world.shape.resets(),
             request: &request,
             closed: world.status == Status::Closed,

@@ -25,6 +25,7 @@ mod machine;
 mod model;
 pub mod oracle;
 mod shape;
+mod watch;
 
 pub use machine::{Lifecycle, System};
 pub use model::{Expect, FaultPoint, Flight, Model, Retained, Shown, Status, Transition, World};

@@ -238,6 +238,9 @@ impl Book<'_> {
             }
             DevicePlace::Resident(_) => return Ok(()),
         };
+        if !self.domains.get(&domain).is_some_and(|d| d.users.contains(&run)) {
+            return Err(format!("I8: {run} copies into {domain}, which it has not registered (rule 12)"));
+        }
         if zero {
             let done = self.run(run).zeroed.entry((domain, chip)).or_default();
             for byte in bytes {
@@ -373,6 +376,9 @@ mod tests {
         let mut early = first(vec![EventKind::Accept(RunId(1))]);
         early.extend([EventKind::Admit(RunId(2)), reuse(2), zero(2)]);
         breach("I8", true, false, early);
+        let mut unregistered = first(life(1));
+        unregistered.extend([EventKind::Admit(RunId(2)), zero(2), reuse(2)]);
+        breach("I8", true, false, unregistered);
         breach("I9", false, false, (1..4).map(|run| EventKind::Admit(RunId(run))).collect());
         let mut ends = first(life(1));
         ends.push(EventKind::Ended(RunId(1), true));

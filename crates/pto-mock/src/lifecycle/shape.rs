@@ -162,6 +162,9 @@ pub enum Act {
 /// Windows as the first task of a run found them, by run, chip and position of the domain in its program.
 pub(super) type Seen = Arc<Mutex<BTreeMap<(RunId, ChipId, u64), Vec<u8>>>>;
 
+/// Epochs of leases as builders found them, by run and position of the domain in its program.
+pub(super) type Epochs = Arc<Mutex<BTreeMap<(u64, usize), u64>>>;
+
 /// The byte that run `run` writes all over the window of `chip`.
 pub(super) fn pattern(run: u64, chip: u32) -> u8 {
     let mixed = run.wrapping_mul(37).wrapping_add(u64::from(chip) * 11);
@@ -186,17 +189,18 @@ fn panic_quietly() -> ! {
 pub(super) struct Toucher {
     spec: ProgramSpec,
     domains: Vec<DomainRequest>,
+    epochs: Epochs,
 }
 
 const TOUCH: &str = "lifecycle_touch";
 
 impl Toucher {
-    pub(super) fn new(index: usize, domains: Vec<DomainRequest>) -> Self {
+    pub(super) fn new(index: usize, domains: Vec<DomainRequest>, epochs: Epochs) -> Self {
         let spec = ProgramSpec::new(format!("program{index}"))
             .callable(CallableSpec::chip(TOUCH, Signature::new([], 2)))
             .parameter(Parameter::scalar("leases"))
             .parameter(Parameter::scalar("act"));
-        Self { spec, domains }
+        Self { spec, domains, epochs }
     }
 
     /// Installs the kernel that this program runs; what it finds goes to `seen`.
@@ -238,7 +242,9 @@ impl Program for Toucher {
                 changed.window_bytes += 8;
                 build.lease(&Shape::domain_name(index), &changed)?;
             }
-            leases.push((index, request, build.lease(&Shape::domain_name(index), request)?));
+            let lease = build.lease(&Shape::domain_name(index), request)?;
+            self.epochs.lock().insert((build.dispatch().get(), index), lease.epoch());
+            leases.push((index, request, lease));
         }
         for (index, request, lease) in &leases {
             for chip in &request.workers {
