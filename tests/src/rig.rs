@@ -154,6 +154,28 @@ impl Rig {
         self.emulator().set_completion(Completion::ByHand);
     }
 
+    /// Waits until no dispatch holds a frame: an outcome is published a moment before its frame is free (rule 7).
+    pub fn until_idle(&self) {
+        while !self.worker.in_flight().is_empty() {
+            std::thread::yield_now();
+        }
+    }
+
+    /// Waits until every task of a run that was submitted so far has ended.
+    ///
+    /// # Panics
+    ///
+    /// On another backend than the emulator.
+    pub fn until_tasks_over(&self, run: u64) {
+        let of_run = |e: &EventKind| e.run() == Some(RunId(run));
+        let submitted = |e: &EventKind| matches!(e, EventKind::TaskSubmit { .. }) && of_run(e);
+        let ended = |e: &EventKind| matches!(e, EventKind::TaskEnd { .. }) && of_run(e);
+        self.emulator().wait_until(|events| {
+            let count = |what: &dyn Fn(&EventKind) -> bool| events.iter().filter(|e| what(&e.kind)).count();
+            count(&submitted) == count(&ended)
+        });
+    }
+
     /// Lets a held run go.
     ///
     /// # Panics

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::ThreadId;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use pto_simpler_sys::{
-    AbandonReport, Backend, BackendError, CallConfig, CallableSpec, Capabilities, ChipId, CopyTo, DeviceBufferId,
-    DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated, Registered, RunEvents, RunId,
-    RunOutcome, RunState, SubmitError,
+    AbandonReport, Backend, BackendError, Call, CallConfig, CallableSpec, Capabilities, ChipId, CopyTo,
+    DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated, Registered,
+    RunEvents, RunId, RunOutcome, RunState, SubmitError,
 };
 
 /// A call that the spy saw, before it was forwarded.
@@ -21,6 +22,8 @@ pub enum Seen {
     Submit(RunId),
     /// `release_domain`.
     ReleaseDomain(DomainId),
+    /// `release_buffer`.
+    ReleaseBuffer(HostBufferId),
     /// `free`.
     Free(DeviceBufferId),
     /// `close`.
@@ -38,6 +41,18 @@ pub struct Spy {
     pub lie_about_release: AtomicBool,
     /// Every end is reported from a thread that then panics.
     pub panic_after_end: Arc<AtomicBool>,
+    /// The thread that `check_blocking` refuses.
+    pub refuse_blocking: Mutex<Option<ThreadId>>,
+    /// `submit` returns only when the end of its run has been reported.
+    pub return_late: AtomicBool,
+    ended: Arc<Ended>,
+}
+
+/// The runs whose ends have been reported.
+#[derive(Debug, Default)]
+struct Ended {
+    runs: Mutex<Vec<RunId>>,
+    changed: Condvar,
 }
 
 impl Spy {
@@ -49,6 +64,9 @@ impl Spy {
             seen: Mutex::default(),
             lie_about_release: AtomicBool::new(false),
             panic_after_end: Arc::default(),
+            refuse_blocking: Mutex::default(),
+            return_late: AtomicBool::new(false),
+            ended: Arc::default(),
         })
     }
 
@@ -85,12 +103,16 @@ impl Spy {
 struct Ends {
     to: Arc<dyn RunEvents>,
     panic_after: Arc<AtomicBool>,
+    ended: Arc<Ended>,
 }
 
 impl RunEvents for Ends {
     fn ended(&self, run: RunId, outcome: RunOutcome) {
         if !self.panic_after.load(Ordering::SeqCst) {
-            return self.to.ended(run, outcome);
+            self.to.ended(run, outcome);
+            self.ended.runs.lock().push(run);
+            self.ended.changed.notify_all();
+            return;
         }
         let to = Arc::clone(&self.to);
         let reporter = std::thread::spawn(move || {
@@ -109,6 +131,9 @@ impl Backend for Spy {
     }
 
     fn check_blocking(&self) -> Result<(), BackendError> {
+        if *self.refuse_blocking.lock() == Some(std::thread::current().id()) {
+            return Err(BackendError::misuse(Call::Submit, "this thread may not block"));
+        }
         self.inner.check_blocking()
     }
 
@@ -119,12 +144,20 @@ impl Backend for Spy {
 
     fn start(&self, events: Arc<dyn RunEvents>) -> Result<Negotiated, BackendError> {
         self.see(Seen::Start);
-        self.inner.start(Arc::new(Ends { to: events, panic_after: Arc::clone(&self.panic_after_end) }))
+        let (panic_after, ended) = (Arc::clone(&self.panic_after_end), Arc::clone(&self.ended));
+        self.inner.start(Arc::new(Ends { to: events, panic_after, ended }))
     }
 
     fn submit(&self, run: RunId, config: &CallConfig, graph: &mut dyn GraphBuilder) -> Result<(), SubmitError> {
         self.see(Seen::Submit(run));
-        self.inner.submit(run, config, graph)
+        self.inner.submit(run, config, graph)?;
+        if self.return_late.load(Ordering::SeqCst) {
+            let mut runs = self.ended.runs.lock();
+            while !runs.contains(&run) {
+                self.ended.changed.wait(&mut runs);
+            }
+        }
+        Ok(())
     }
 
     fn run_state(&self, run: RunId) -> RunState {
@@ -152,6 +185,7 @@ impl Backend for Spy {
     }
 
     fn release_buffer(&self, buffer: HostBufferId) -> Result<(), BackendError> {
+        self.see(Seen::ReleaseBuffer(buffer));
         self.inner.release_buffer(buffer)
     }
 

@@ -22,6 +22,7 @@ fn no_args() -> Args {
 fn f1n(bench: &Bench) -> Rig {
     let rig = bench.prepare(&Options::persistent().reset(false), &[f1()], bench.builder());
     rig.worker.call(&no_args()).unwrap();
+    rig.until_idle();
     rig
 }
 

@@ -24,6 +24,7 @@ fn no_args() -> Args {
 fn f1n(bench: &Bench) -> Rig {
     let rig = bench.prepare(&Options::persistent().reset(false), &[f1()], bench.builder());
     rig.worker.call(&no_args()).unwrap();
+    rig.until_idle();
     rig
 }
 
@@ -451,6 +452,7 @@ fn s46_depth_one() {
     let rig = bench.prepare(&Options::ordinary(), &[f0()], bench.builder().depth(1));
     rig.hold_runs();
     let first = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
+    rig.until_tasks_over(1);
     let journal = rig.journal();
     let before = (journal.len(), rig.spy.seen());
     let refused = rig.worker.try_submit(rig.ids[0], &no_args()).map(drop);
@@ -483,21 +485,17 @@ fn s46_depth_two_and_a_warm_reset() {
     let Some(bench) = emulator_only("s46b") else { return };
     let rig = bench.prepare(&Options::persistent(), &[f1(), f0()], bench.builder());
     rig.worker.run(rig.ids[0], &no_args()).unwrap();
+    rig.until_idle();
     rig.hold_runs();
     let journal = rig.journal();
     let first = rig.worker.submit(rig.ids[1], &no_args()).unwrap();
+    rig.until_tasks_over(2);
     // The program without domains overlaps; the one with a warm domain would have to reset it.
     let before = (journal.len(), rig.spy.seen(), rig.emulator().stats());
     let refused = rig.worker.try_submit(rig.ids[0], &no_args()).map(drop);
     assert!(matches!(refused, Err(Error::WouldBlock { .. })), "{refused:?}");
     assert_eq!((journal.len(), rig.spy.seen(), rig.emulator().stats()), before, "would-block has side effects");
-    let second = loop {
-        // The warm-up's frame may be free only a moment after its outcome is published.
-        match rig.worker.try_submit(rig.ids[1], &no_args()) {
-            Err(Error::WouldBlock { .. }) => std::thread::yield_now(),
-            other => break other.unwrap(),
-        }
-    };
+    let second = rig.worker.try_submit(rig.ids[1], &no_args()).unwrap();
     let refused = rig.worker.try_submit(rig.ids[1], &no_args()).map(drop);
     assert!(matches!(refused, Err(Error::WouldBlock { .. })), "{refused:?}");
     rig.complete(2);

@@ -28,6 +28,7 @@ fn persistent() -> Options {
 fn f1n(bench: &Bench) -> Rig {
     let rig = bench.prepare(&persistent(), &[f1()], bench.builder());
     rig.worker.call(&no_args()).unwrap();
+    rig.until_idle();
     rig
 }
 
