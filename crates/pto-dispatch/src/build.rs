@@ -506,6 +506,7 @@ impl<'b> Build<'b> {
         self.check_sticky()?;
         let mut body = Some(body);
         let mut result = None;
+        crate::sync::assert_unlocked("scope");
         let scoped = catch_unwind(AssertUnwindSafe(|| {
             self.orchestrator.scope(&mut || {
                 let Some(body) = body.take() else { return Err(BuildFailed) };
@@ -561,6 +562,7 @@ impl<'b> Build<'b> {
             .collect();
         let host = Host { build: self, error: RefCell::new(None) };
         let call = EntryCall { args: &args, config: self.config, frame: self.state.frame as u32 };
+        crate::sync::assert_unlocked("run_entry");
         let ran = catch_unwind(AssertUnwindSafe(|| self.orchestrator.run_entry(callable.id, &call, &host)));
         // The entry may have submitted tasks that only the backend knows of.
         self.state.tasks.set(true);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::error::Error;
 use crate::program::DispatchId;
 use crate::reentry;
-use crate::sync::{Arc, AtomicBool, AtomicU64, AtomicUsize, Condvar, Mutex, Ordering, deadline_after};
+use crate::sync::{Arc, AtomicBool, AtomicU64, AtomicUsize, Condvar, Mutex, Ordering, Rank, deadline_after};
 
 /// How a dispatch ended.
 pub type Outcome = Result<(), Error>;
@@ -32,7 +32,7 @@ impl Cell {
             refs: AtomicUsize::new(0),
             id: AtomicU64::new(0),
             done: AtomicBool::new(false),
-            outcome: Mutex::new(None),
+            outcome: Mutex::new(Rank::Outcome, None),
             changed: Condvar::new(),
         }
     }
@@ -68,14 +68,14 @@ impl Cell {
 }
 
 /// Cells that no dispatch uses at the moment.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct CellPool {
     free: Mutex<Vec<Arc<Cell>>>,
 }
 
 impl CellPool {
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { free: Mutex::new(Vec::new()) })
+        Arc::new(Self { free: Mutex::new(Rank::Pool, Vec::new()) })
     }
 
     /// A cell for dispatch `id`, held by the dispatch itself.

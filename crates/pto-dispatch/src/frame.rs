@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use pto_simpler_sys::FRAMES;
 
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, Rank};
 
 /// What a submitter is granted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,14 +71,17 @@ pub(crate) struct Admission<R> {
 impl<R: Clone> Admission<R> {
     pub(crate) fn new() -> Self {
         Self {
-            gate: Mutex::new(Gate {
-                line: VecDeque::new(),
-                next_ticket: 0,
-                next_id: 1,
-                building: false,
-                frames: [Frame::Free; FRAMES],
-                refusal: None,
-            }),
+            gate: Mutex::new(
+                Rank::Gate,
+                Gate {
+                    line: VecDeque::new(),
+                    next_ticket: 0,
+                    next_id: 1,
+                    building: false,
+                    frames: [Frame::Free; FRAMES],
+                    refusal: None,
+                },
+            ),
             changed: Condvar::new(),
         }
     }

@@ -20,7 +20,7 @@ use crate::program::{Args, Program};
 use crate::shutdown::Shutdown;
 use crate::staging::StagingCache;
 use crate::stats::Counters;
-use crate::sync::{AtomicUsize, Mutex};
+use crate::sync::{AtomicUsize, Mutex, Rank, assert_unlocked};
 
 /// Why submitters are turned away.
 #[derive(Clone, Debug)]
@@ -160,7 +160,7 @@ pub(crate) struct FrameSlot {
 
 impl FrameSlot {
     pub(crate) fn new() -> Self {
-        Self { stage: Mutex::new(Stage::Idle(Box::default())) }
+        Self { stage: Mutex::new(Rank::Stage, Stage::Idle(Box::default())) }
     }
 }
 
@@ -294,6 +294,7 @@ impl Inner {
 
 /// Calls a backend and turns a panic of it into a broken invariant, so that no path of ours unwinds half way.
 pub(crate) fn guarded<T>(call: Call, body: impl FnOnce() -> Result<T, BackendError>) -> Result<T, BackendError> {
+    assert_unlocked(call.name());
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
         Err(BackendError::broken(call, format!("the backend panicked: {}", panic_text(&*payload))))
     })

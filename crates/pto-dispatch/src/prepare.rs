@@ -21,12 +21,12 @@ use crate::completion::CellPool;
 use crate::error::Error;
 use crate::finish::Sink;
 use crate::frame::Admission;
-use crate::inner::{Callable, FrameSlot, Inner, OpeningPlan, PreparedProgram, guarded};
+use crate::inner::{Callable, Failures, FrameSlot, Inner, OpeningPlan, PreparedProgram, guarded};
 use crate::options::{Mode, Options};
 use crate::program::{Program, Target};
 use crate::shutdown::{Shutdown, close_after};
 use crate::staging::StagingCache;
-use crate::sync::{AtomicUsize, Mutex};
+use crate::sync::{AtomicUsize, Mutex, Rank};
 
 static NEXT_WORKER: AtomicU64 = AtomicU64::new(1);
 
@@ -88,14 +88,14 @@ fn prepare_on(
         programs: prepared,
         admission: Admission::new(),
         slots: [FrameSlot::new(), FrameSlot::new()],
-        table: Mutex::new(table),
+        table: Mutex::new(Rank::Table, table),
         pool: CellPool::new(),
         staging: StagingCache::new(mode.staging),
         zeros,
         ordered: AtomicUsize::new(0),
-        failures: Mutex::default(),
-        resident: Mutex::default(),
-        deferred: Mutex::default(),
+        failures: Mutex::new(Rank::Failures, Failures::default()),
+        resident: Mutex::new(Rank::Resident, Vec::new()),
+        deferred: Mutex::new(Rank::Deferred, Vec::new()),
         shutdown: Shutdown::new(),
     });
     let events = Arc::new(Sink(Arc::downgrade(&inner)));
@@ -203,7 +203,7 @@ fn prepare_program(
         index: ProgramIndex::new(index),
         callables,
         intermediates,
-        plan: Mutex::new(Arc::new(OpeningPlan::default())),
+        plan: Mutex::new(Rank::Plan, Arc::new(OpeningPlan::default())),
         counters: crate::stats::Counters::default(),
     })
 }

@@ -29,7 +29,7 @@ use crate::inner::{Inner, Refusal, guarded};
 use crate::program::DispatchId;
 use crate::reentry;
 use crate::staging;
-use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, deadline_after};
+use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, Rank, deadline_after};
 
 /// The outcome of a close attempt, shared by everybody who waited for it.
 type Attempt = Result<(), Arc<CloseFailure>>;
@@ -57,9 +57,9 @@ pub(crate) struct Shutdown {
 impl Shutdown {
     pub(crate) fn new() -> Self {
         Self {
-            phase: Mutex::new(Phase::Open),
+            phase: Mutex::new(Rank::Phase, Phase::Open),
             changed: Condvar::new(),
-            closer: Mutex::new(None),
+            closer: Mutex::new(Rank::Closer, None),
             torn_down: AtomicBool::new(false),
         }
     }

@@ -9,7 +9,7 @@ use pto_simpler_sys::{Backend, BackendError, Call, HostBufferId};
 use crate::error::Error;
 use crate::inner::guarded;
 use crate::options::Staging;
-use crate::sync::Mutex;
+use crate::sync::{Mutex, Rank};
 
 #[derive(Clone, Copy, Debug)]
 struct Kept {
@@ -30,7 +30,7 @@ impl StagingCache {
             Staging::PerDispatch => 0,
             Staging::Retained { cap_bytes } => cap_bytes,
         };
-        Self { cap_bytes, buffers: Mutex::new(Vec::new()) }
+        Self { cap_bytes, buffers: Mutex::new(Rank::Staging, Vec::new()) }
     }
 
     /// Fills `sources` with one zero buffer per size, in order, and `owned` with those of them that belong to this

@@ -137,6 +137,7 @@ impl Inner {
         };
         let submitted = {
             let _building = Building::enter(self.id);
+            crate::sync::assert_unlocked("submit");
             catch_unwind(AssertUnwindSafe(|| self.backend.submit(RunId(grant.id), &config, &mut graph)))
         };
         let Graph { built, opened, storage, .. } = graph;

@@ -8,6 +8,12 @@
 //! injected faults, panicking and failing builders, changed requests) and compares every answer with a model. After
 //! each step the [`oracle`] asserts the invariants I1-I14 of the design from the emulator's journal and memory.
 //!
+//! # Your own program
+//!
+//! The state machine drives a program of its own, which touches everything that it leases. A program of yours goes
+//! through [`exercise`]: implement [`LifecycleProgram`] for it, take random [`plans`], and run each on a fresh backend
+//! of any kind. `examples/downstream-tests` is a whole project that does this.
+//!
 //! # How to run it
 //!
 //! ```no_run
@@ -21,12 +27,14 @@
 //!
 //! `PTO_PROPTEST_CASES` scales the number of cases.
 
+mod guest;
 mod machine;
 mod model;
 pub mod oracle;
 mod shape;
 mod watch;
 
+pub use guest::{LifecycleProgram, Plan, Step, exercise, plans};
 pub use machine::{Lifecycle, System};
 pub use model::{Expect, FaultPoint, Flight, Model, Retained, Shown, Status, Transition, World};
 pub use shape::{Act, Shape, Zeroing, shapes};
