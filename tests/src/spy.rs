@@ -6,10 +6,12 @@ use std::thread::ThreadId;
 
 use parking_lot::{Condvar, Mutex};
 use pto_simpler_sys::{
-    AbandonReport, Backend, BackendError, Call, CallConfig, CallableSpec, Capabilities, ChipId, CopyTo,
-    DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated, Registered,
-    RunEvents, RunId, RunOutcome, RunState, SubmitError,
+    AbandonReport, Backend, BackendError, BuildFailed, Call, CallConfig, CallableSpec, Capabilities, ChipId,
+    CopyTo, DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated,
+    Orchestrator, Registered, RunEvents, RunId, RunOutcome, RunState, SubmitError,
 };
+
+use crate::gate::Gate;
 
 /// A call that the spy saw, before it was forwarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +47,14 @@ pub struct Spy {
     pub refuse_blocking: Mutex<Option<ThreadId>>,
     /// `submit` returns only when the end of its run has been reported.
     pub return_late: AtomicBool,
+    /// Every end passes this gate before it is reported.
+    pub ends: Arc<Mutex<Option<Gate>>>,
+    /// `close` passes this gate first.
+    pub closing: Mutex<Option<Gate>>,
+    /// `run_state` panics.
+    pub panic_in_run_state: AtomicBool,
+    /// Every graph is built a second time.
+    pub build_twice: AtomicBool,
     ended: Arc<Ended>,
 }
 
@@ -53,6 +63,17 @@ pub struct Spy {
 struct Ended {
     runs: Mutex<Vec<RunId>>,
     changed: Condvar,
+}
+
+/// A builder that builds twice.
+struct Twice<'a>(&'a mut dyn GraphBuilder);
+
+impl GraphBuilder for Twice<'_> {
+    fn build(&mut self, orchestrator: &dyn Orchestrator) -> Result<(), BuildFailed> {
+        let first = self.0.build(orchestrator);
+        let _second = self.0.build(orchestrator);
+        first
+    }
 }
 
 impl Spy {
@@ -67,6 +88,10 @@ impl Spy {
             refuse_blocking: Mutex::default(),
             return_late: AtomicBool::new(false),
             ended: Arc::default(),
+            ends: Arc::default(),
+            closing: Mutex::default(),
+            panic_in_run_state: AtomicBool::new(false),
+            build_twice: AtomicBool::new(false),
         })
     }
 
@@ -104,10 +129,15 @@ struct Ends {
     to: Arc<dyn RunEvents>,
     panic_after: Arc<AtomicBool>,
     ended: Arc<Ended>,
+    gate: Arc<Mutex<Option<Gate>>>,
 }
 
 impl RunEvents for Ends {
     fn ended(&self, run: RunId, outcome: RunOutcome) {
+        let gate = self.gate.lock().clone();
+        if let Some(gate) = gate {
+            gate.pass();
+        }
         if !self.panic_after.load(Ordering::SeqCst) {
             self.to.ended(run, outcome);
             self.ended.runs.lock().push(run);
@@ -145,11 +175,14 @@ impl Backend for Spy {
     fn start(&self, events: Arc<dyn RunEvents>) -> Result<Negotiated, BackendError> {
         self.see(Seen::Start);
         let (panic_after, ended) = (Arc::clone(&self.panic_after_end), Arc::clone(&self.ended));
-        self.inner.start(Arc::new(Ends { to: events, panic_after, ended }))
+        self.inner.start(Arc::new(Ends { to: events, panic_after, ended, gate: Arc::clone(&self.ends) }))
     }
 
     fn submit(&self, run: RunId, config: &CallConfig, graph: &mut dyn GraphBuilder) -> Result<(), SubmitError> {
         self.see(Seen::Submit(run));
+        if self.build_twice.load(Ordering::SeqCst) {
+            return self.inner.submit(run, config, &mut Twice(graph));
+        }
         self.inner.submit(run, config, graph)?;
         if self.return_late.load(Ordering::SeqCst) {
             let mut runs = self.ended.runs.lock();
@@ -161,6 +194,7 @@ impl Backend for Spy {
     }
 
     fn run_state(&self, run: RunId) -> RunState {
+        assert!(!self.panic_in_run_state.load(Ordering::SeqCst), "run_state panics");
         self.inner.run_state(run)
     }
 
@@ -186,6 +220,7 @@ impl Backend for Spy {
 
     fn release_buffer(&self, buffer: HostBufferId) -> Result<(), BackendError> {
         self.see(Seen::ReleaseBuffer(buffer));
+        self.check_blocking()?;
         self.inner.release_buffer(buffer)
     }
 
@@ -224,6 +259,10 @@ impl Backend for Spy {
 
     fn close(&self) -> Result<(), BackendError> {
         self.see(Seen::Close);
+        let gate = self.closing.lock().clone();
+        if let Some(gate) = gate {
+            gate.pass();
+        }
         self.inner.close()
     }
 

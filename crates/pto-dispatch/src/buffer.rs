@@ -93,8 +93,9 @@ impl HostBuffer {
     /// failed; the buffer is then the backend's to clean.
     pub fn release(self) -> Result<(), Error> {
         reentry::refuse(self.worker(), "releasing a host buffer")?;
+        // Refused, the buffer is dropped here, which puts its release off.
+        self.shared.worker.backend.check_blocking()?;
         let shared = Arc::try_unwrap(self.shared).map_err(|_| Error::BufferInUse)?;
-        shared.worker.backend.check_blocking()?;
         shared.released.store(true, std::sync::atomic::Ordering::Relaxed);
         if shared.worker.shutdown.is_torn_down() {
             return Ok(());
@@ -165,10 +166,10 @@ impl DeviceTensor {
     ///
     /// # Errors
     ///
-    /// [`Error::Backend`]: `src` is larger (misuse), dispatches are in flight (misuse), or the backend failed.
-    /// [`Error::Reentrant`] inside a graph builder of the same worker.
+    /// [`Error::Build`]: `src` belongs to another worker. [`Error::Backend`]: `src` is larger (misuse), dispatches are
+    /// in flight (misuse), or the backend failed. [`Error::Reentrant`] inside a graph builder of the same worker.
     pub fn copy_to(&self, src: &HostBuffer) -> Result<(), Error> {
-        self.outside_runs()?;
+        self.outside_runs(src)?;
         let copy = CopyTo {
             dst: DevicePlace::Resident(self.shared.id),
             src: CopySource::Host(src.id()),
@@ -183,13 +184,18 @@ impl DeviceTensor {
     ///
     /// As [`copy_to`](Self::copy_to).
     pub fn copy_from(&self, dst: &HostBuffer) -> Result<(), Error> {
-        self.outside_runs()?;
+        self.outside_runs(dst)?;
         let place = DevicePlace::Resident(self.shared.id);
         let backend = &self.shared.worker.backend;
         Ok(guarded(Call::CopyFrom, || backend.copy_from(dst.id(), place, dst.nbytes()))?)
     }
 
-    fn outside_runs(&self) -> Result<(), Error> {
+    /// Whether a copy between the tensor and `host` may be made here.
+    fn outside_runs(&self, host: &HostBuffer) -> Result<(), Error> {
+        if host.worker() != self.worker() {
+            // Its id may name a buffer of this worker too.
+            return Err(Error::build("the buffer belongs to another worker"));
+        }
         reentry::refuse(self.worker(), "a copy outside runs")?;
         self.shared.worker.check_open()?;
         Ok(self.shared.worker.backend.check_blocking()?)

@@ -24,16 +24,16 @@ use pto_domain::{
 };
 use pto_reset::check_mapping;
 use pto_simpler_sys::{
-    Access, BackendError, BuildFailed, Call, CallConfig, CallbackError, ChipId, CopyResult, CopySource, CopyTo,
-    DataType, DevicePlace, DomainAllocation, DomainRequest, EntryArg, EntryCall, EntryHost, EntryValue,
-    GraphBuilder, Orchestrator, ScratchId, Shape, TensorArg, TensorPlace,
+    Access, BackendError, BuildFailed, Call, CallConfig, CallableKind, CallbackError, ChipId, CopyResult,
+    CopySource, CopyTo, DataType, DevicePlace, DomainAllocation, DomainRequest, EntryArg, EntryCall, EntryHost,
+    EntryValue, GraphBuilder, Orchestrator, ScratchId, Shape, TensorArg, TensorPlace,
 };
 
 use crate::buffer::{DeviceTensor, HostBuffer};
 use crate::error::Error;
-use crate::inner::{Inner, OpeningPlan, PreparedProgram, Refusal, Storage, guarded, panic_text};
+use crate::inner::{Inner, OpeningPlan, PreparedProgram, Storage, guarded, panic_text};
 use crate::program::{Args, DispatchId};
-use crate::task::{Group, Task};
+use crate::task::{Group, Task, expect_kind};
 
 /// An invariant lifetime: neither longer nor shorter will do.
 type Invariant<'b> = PhantomData<fn(&'b ()) -> &'b ()>;
@@ -451,6 +451,7 @@ impl<'b> Build<'b> {
         if self.state.tasks.get() {
             return Err(Error::build("copies come before the first task of a dispatch: copy earlier"));
         }
+        self.check_poison()?;
         self.check_control()?;
         match self.place(place)?.0 {
             TensorPlace::DomainBuffer { domain, chip, buffer } => {
@@ -516,6 +517,16 @@ impl<'b> Build<'b> {
                 if failed { Err(BuildFailed) } else { Ok(()) }
             })
         }));
+        // A failure of the backend's own counts whatever became of the body.
+        let scoped = match scoped {
+            Ok(Err(CallbackError::Backend(error))) => Err(self.failed(error)),
+            Err(payload) => {
+                let text = format!("the backend panicked: {}", panic_text(&*payload));
+                Err(self.failed(BackendError::broken(Call::Scope, text)))
+            }
+            Ok(Ok(())) => Ok(Ok(())),
+            Ok(Err(CallbackError::Build(failed))) => Ok(Err(failed)),
+        };
         match result {
             Some(Err(payload)) => resume_unwind(payload),
             Some(Ok(Err(error))) => return Err(error),
@@ -523,15 +534,11 @@ impl<'b> Build<'b> {
         }
         match scoped {
             Ok(Ok(())) => {}
-            Ok(Err(CallbackError::Backend(error))) => return Err(self.failed(error).into()),
-            Ok(Err(CallbackError::Build(_))) => {
+            Err(error) => return Err(error.into()),
+            Ok(Err(BuildFailed)) => {
                 return Err(self
                     .stick(Error::broken("the backend reports a failed scope whose body did not fail"))
                     .into());
-            }
-            Err(payload) => {
-                let text = format!("the backend panicked: {}", panic_text(&*payload));
-                return Err(self.failed(BackendError::broken(Call::Scope, text)).into());
             }
         }
         match result {
@@ -545,11 +552,14 @@ impl<'b> Build<'b> {
     ///
     /// # Errors
     ///
-    /// [`Error::Build`] where there is no such callable; what a lease inside the entry returned; [`Error::Backend`]
-    /// where the entry failed, with its traceback.
+    /// [`Error::Build`] where there is no such callable, or it is no entry. [`Error::WouldBlock`] under `try_submit`
+    /// while dispatches are in flight: an entry may copy, which waits for them. What a lease inside the entry returned;
+    /// [`Error::Backend`] where the entry failed, with its traceback.
     pub fn run_entry(&self, callable: usize, args: &[(Arc<str>, EntryInput<'b>)]) -> Result<(), Error> {
         self.check_sticky()?;
         let callable = self.callable(callable)?;
+        expect_kind(callable, CallableKind::Entry)?;
+        self.check_control()?;
         let args: Vec<EntryArg> = args
             .iter()
             .map(|(name, input)| EntryArg {
@@ -591,9 +601,33 @@ impl<'b> Build<'b> {
         self.check_poison()?;
         self.state.opened.set(true);
         // From here on a failure cannot be undone, whatever the failed call says of its own effect.
-        self.register_retained().and_then(|()| self.reset_retained()).map_err(|error| self.stick(error))?;
+        self.register_retained()
+            .and_then(|()| self.reset_retained())
+            .map_err(|error| self.stick(self.explain(error)))?;
         tracing::trace!(dispatch = %self.state.id, program = %self.program.name, "opened");
         Ok(())
+    }
+
+    /// Why the opening failed. A backend frees the domains of a failed run, and gives up a chip that died in it, before
+    /// it reports the run's end. Where a domain is gone (refused, or made anew) or a chip takes no copy, the end of an
+    /// older dispatch may so be on its way, and be the cause. Waiting for it costs little: what is made anew or copied
+    /// has waited for the older runs already.
+    fn explain(&self, error: Error) -> Error {
+        let told =
+            matches!(error, Error::Backend(BackendError::Misuse(_)) | Error::Broken(_) | Error::ResetCopy { .. });
+        if !told {
+            return error;
+        }
+        if !self.state.would_wait {
+            self.inner.admission.wait_older(self.state.id.0);
+        }
+        match self.inner.ended_by() {
+            Some(cause) => {
+                tracing::debug!(dispatch = %self.state.id, %error, "the opening failed after an older failure");
+                cause
+            }
+            None => error,
+        }
     }
 
     fn register_retained(&self) -> Result<(), Error> {
@@ -680,10 +714,7 @@ impl<'b> Build<'b> {
 
     /// Once persistent dispatch is poisoned, retained domains are the backend's: nothing more is touched.
     fn check_poison(&self) -> Result<(), Error> {
-        match self.inner.admission.refusal() {
-            Some(reason @ (Refusal::Poisoned(_) | Refusal::Finished(_))) => Err(reason.into()),
-            _ => Ok(()),
-        }
+        self.inner.ended_by().map_or(Ok(()), Err)
     }
 
     /// Makes an orchestrator call; a failure that had an effect, or that is final for the worker, sticks.
@@ -755,8 +786,9 @@ pub(crate) enum Built {
     NotCalled,
     /// The graph is complete.
     Complete,
-    /// It failed: what the submitter gets, and, where another failure came first, that one.
-    Failed { error: Error, first: Option<Error> },
+    /// It failed: what the submitter gets, and, where another failure came first, that one. An error that the builder
+    /// returned may speak of another worker, so it decides nothing about this one.
+    Failed { error: Error, first: Option<Error>, returned: bool },
     /// The builder panicked.
     Panicked { payload: Box<dyn Any + Send>, first: Option<Error> },
 }
@@ -776,7 +808,10 @@ pub(crate) struct Graph<'a> {
 
 impl GraphBuilder for Graph<'_> {
     fn build(&mut self, orchestrator: &dyn Orchestrator) -> Result<(), BuildFailed> {
-        // A second call has nothing to build from.
+        // A graph is built once.
+        if !matches!(self.built, Built::NotCalled) {
+            return Err(BuildFailed);
+        }
         let Some(mut storage) = self.storage.take() else { return Err(BuildFailed) };
         let args: Args = std::mem::take(&mut storage.args);
         let config = std::mem::take(&mut storage.config);
@@ -815,15 +850,15 @@ fn build_graph<'b>(
     match result {
         Err(payload) => Built::Panicked { payload, first },
         Ok(Err(error)) => match error.downcast::<Error>() {
-            Ok(error) => Built::Failed { error: *error, first },
+            Ok(error) => Built::Failed { error: *error, first, returned: true },
             Err(error) => {
                 let error = Error::Program { program: Arc::clone(&program.name), source: Arc::from(error) };
-                Built::Failed { error, first }
+                Built::Failed { error, first, returned: true }
             }
         },
         Ok(Ok(())) => match build.open().and_then(|()| build.check_poison()) {
             Ok(()) => Built::Complete,
-            Err(error) => Built::Failed { error, first: None },
+            Err(error) => Built::Failed { error, first: None, returned: false },
         },
     }
 }

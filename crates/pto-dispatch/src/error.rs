@@ -276,6 +276,7 @@ impl Error {
             Self::Poisoned(_) | Self::Finished(_) | Self::Closing | Self::Closed | Self::Broken(_) => true,
             Self::Failed(f) => f.final_for_worker,
             Self::Backend(e) | Self::ResetCopy { source: e, .. } => e.must_reprepare(),
+            Self::Domain(e) => e.must_reprepare(),
             _ => false,
         }
     }

@@ -37,7 +37,7 @@ impl Inner {
             match &mut *stage {
                 Stage::Building { run: building, ended } if *building == run.0 => {
                     // The submission has not returned yet; the submitting thread goes on from here.
-                    *ended = Some(outcome);
+                    ended.get_or_insert(outcome);
                     return;
                 }
                 Stage::Published { run: published, .. } if *published == run.0 => {
@@ -99,6 +99,8 @@ impl Inner {
             failures.dispatches.push(Arc::clone(&failure));
             if persistent {
                 failures.poison.get_or_insert_with(|| Arc::clone(&failure));
+            } else if finished {
+                failures.finished.get_or_insert_with(|| Arc::clone(&failure));
             }
         }
         if persistent {
@@ -110,10 +112,13 @@ impl Inner {
         failure
     }
 
-    /// Whether a failure ends the worker in both modes (rule 18).
+    /// Whether a failure ends the worker in both modes (rule 18). A task of a sub-worker, which names no chip, leaves
+    /// the chips as they were.
     fn is_final(&self, cause: &Error) -> bool {
         let failed_task = match cause {
-            Error::Backend(error) => error.runtime().is_some_and(|f| f.kind == FailureKind::Task),
+            Error::Backend(error) => {
+                error.runtime().is_some_and(|f| f.kind == FailureKind::Task && f.chip.is_some())
+            }
             _ => false,
         };
         cause.must_reprepare() || (failed_task && self.backend.capabilities().failed_task_is_final)

@@ -167,6 +167,14 @@ impl<R: Clone> Admission<R> {
         self.changed.notify_all();
     }
 
+    /// Waits until no dispatch older than `id` is published.
+    pub(crate) fn wait_older(&self, id: u64) {
+        let mut gate = self.gate.lock();
+        while gate.frames.iter().any(|f| matches!(f, Frame::Published(older) if *older < id)) {
+            gate = self.changed.wait_until(gate, None).0;
+        }
+    }
+
     /// The current reason for turning submitters away.
     pub(crate) fn refusal(&self) -> Option<R> {
         self.gate.lock().refusal.clone()

@@ -173,6 +173,8 @@ pub(crate) struct Failures {
     pub(crate) loose: Vec<Error>,
     /// The failure that poisoned the worker.
     pub(crate) poison: Option<Arc<Failure>>,
+    /// The failure that was final for an ordinary worker.
+    pub(crate) finished: Option<Arc<Failure>>,
 }
 
 /// One prepared worker.
@@ -198,7 +200,7 @@ pub(crate) struct Inner {
     pub(crate) ordered: AtomicUsize,
     pub(crate) failures: Mutex<Failures>,
     pub(crate) resident: Mutex<Vec<DeviceBufferId>>,
-    /// Host buffers dropped inside a graph builder, to be released after it.
+    /// Host buffers dropped inside a graph builder, or where nobody may block, to be released later.
     pub(crate) deferred: Mutex<Vec<HostBufferId>>,
     pub(crate) shutdown: Shutdown,
 }
@@ -227,7 +229,9 @@ impl Inner {
         if self.shutdown.is_torn_down() {
             return;
         }
-        if crate::reentry::is_building(self.id) {
+        // Nor is it for a thread that may not block: the next submission, or close, releases it.
+        let may_block = || guarded(Call::ReleaseBuffer, || self.backend.check_blocking());
+        if crate::reentry::is_building(self.id) || may_block().is_err() {
             self.deferred.lock().push(id);
             return;
         }
@@ -241,12 +245,25 @@ impl Inner {
         }
     }
 
-    /// Releases what was dropped inside a builder.
+    /// Releases what was dropped inside a builder, or on a thread that may not block.
     pub(crate) fn release_deferred(&self) {
-        loop {
+        // As many as there are now: what cannot be released here either is put off again.
+        let waiting = self.deferred.lock().len();
+        for _ in 0..waiting {
             let Some(id) = self.deferred.lock().pop() else { return };
             self.release_host(id);
         }
+    }
+
+    /// What a build in progress is turned away with after a failure that ended the worker's useful life. Not read
+    /// from the refusal, which a close may have replaced.
+    pub(crate) fn ended_by(&self) -> Option<Error> {
+        let (poison, finished) = {
+            let failures = self.failures.lock();
+            (failures.poison.clone(), failures.finished.clone())
+        };
+        let refusal = poison.map(Refusal::Poisoned).or(finished.map(Refusal::Finished))?;
+        Some(refusal.into())
     }
 
     /// The opening plan of a program, made anew where the program has gained a domain. Only under the build lock.

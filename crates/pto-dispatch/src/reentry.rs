@@ -18,14 +18,16 @@ pub(crate) struct Building {
 
 impl Building {
     pub(crate) fn enter(worker: u64) -> Self {
-        BUILDING.with_borrow_mut(|stack| stack.push(worker));
+        // Fails only in a destructor of a thread that is ending: what it builds then is not noted.
+        let _ending = BUILDING.try_with(|stack| stack.borrow_mut().push(worker));
         Self { worker }
     }
 }
 
 impl Drop for Building {
     fn drop(&mut self) {
-        BUILDING.with_borrow_mut(|stack| {
+        let _ending = BUILDING.try_with(|stack| {
+            let mut stack = stack.borrow_mut();
             if let Some(at) = stack.iter().rposition(|w| *w == self.worker) {
                 stack.remove(at);
             }
@@ -33,9 +35,10 @@ impl Drop for Building {
     }
 }
 
-/// Whether the current thread is building a graph of `worker`.
+/// Whether the current thread is building a graph of `worker`. A thread that is ending and has lost its thread-locals
+/// builds nothing: buffers and workers that outlive them there are let go like anywhere else.
 pub(crate) fn is_building(worker: u64) -> bool {
-    BUILDING.with_borrow(|stack| stack.contains(&worker))
+    BUILDING.try_with(|stack| stack.borrow().contains(&worker)).unwrap_or(false)
 }
 
 /// Refuses `call` inside a graph builder of `worker`.

@@ -38,9 +38,18 @@ type Attempt = Result<(), Arc<CloseFailure>>;
 enum Phase {
     Open,
     Draining,
-    Teardown { attempt: u64 },
-    Failed { attempt: u64, outcome: Attempt },
-    Closed { outcome: Attempt },
+    Teardown {
+        attempt: u64,
+    },
+    /// `seen`: somebody has been given the outcome.
+    Failed {
+        attempt: u64,
+        outcome: Attempt,
+        seen: bool,
+    },
+    Closed {
+        outcome: Attempt,
+    },
 }
 
 /// Where a worker is on its way down.
@@ -109,8 +118,8 @@ impl Inner {
         self.stop_admission();
         let mut joined: Option<u64> = None;
         loop {
-            let phase = self.shutdown.phase.lock();
-            match &*phase {
+            let mut phase = self.shutdown.phase.lock();
+            match &mut *phase {
                 Phase::Open | Phase::Draining => {
                     drop(phase);
                     if !self.admission.wait_idle(deadline) {
@@ -128,12 +137,14 @@ impl Inner {
                         return Err(self.close_timeout());
                     }
                 }
-                Phase::Failed { attempt, outcome } => {
+                Phase::Failed { attempt, outcome, seen } => {
                     let (attempt, outcome) = (*attempt, outcome.clone());
+                    // Whoever waited for this attempt gets its outcome; only a new call starts another.
+                    let mine = joined.is_some_and(|joined| joined <= attempt);
+                    *seen |= mine;
                     drop(phase);
                     self.shutdown.join_closer();
-                    // Whoever waited for this attempt gets its outcome; only a new call starts another.
-                    if joined.is_some_and(|joined| joined <= attempt) {
+                    if mine {
                         return outcome.map_err(Error::Close);
                     }
                     self.begin_teardown(Some(attempt), bounded)?;
@@ -149,14 +160,15 @@ impl Inner {
         }
     }
 
-    /// Turns submitters away; the first call only.
+    /// Turns submitters away. Every closer does so before it looks at anything else: the phase alone must never tell
+    /// a second closer that nobody gets in any more.
     fn stop_admission(&self) {
+        self.admission.refuse(Refusal::Closing, |old| !matches!(old, Refusal::Closing | Refusal::Closed));
         let mut phase = self.shutdown.phase.lock();
         if matches!(&*phase, Phase::Open) {
             self.shutdown.transition(&mut phase, Phase::Draining);
             drop(phase);
             tracing::debug!("closing");
-            self.admission.refuse(Refusal::Closing, |_| true);
         }
     }
 
@@ -167,35 +179,43 @@ impl Inner {
 
     /// Becomes the one closer, unless another thread was faster. `failed` names the attempt that is retried.
     fn begin_teardown(self: &Arc<Self>, failed: Option<u64>, bounded: bool) -> Result<(), Error> {
-        let attempt = {
+        let (attempt, unseen) = {
             let mut phase = self.shutdown.phase.lock();
-            let attempt = match &*phase {
-                Phase::Draining if failed.is_none() => 1,
-                Phase::Failed { attempt, .. } if failed == Some(*attempt) => attempt + 1,
+            let next = match &*phase {
+                Phase::Draining if failed.is_none() => (1, None),
+                // The caller of that attempt stopped waiting before it was over: this one reports for it.
+                Phase::Failed { attempt, outcome: Err(failure), seen: false } if failed == Some(*attempt) => {
+                    (attempt + 1, Some(Arc::clone(failure)))
+                }
+                Phase::Failed { attempt, .. } if failed == Some(*attempt) => (attempt + 1, None),
                 _ => return Ok(()),
             };
-            self.shutdown.transition(&mut phase, Phase::Teardown { attempt });
-            attempt
+            self.shutdown.transition(&mut phase, Phase::Teardown { attempt: next.0 });
+            next
         };
         self.shutdown.torn_down.store(true, Ordering::Release);
         if !bounded {
-            self.teardown(attempt);
+            self.teardown(attempt, unseen);
             return Ok(());
         }
         // The backend's own calls may take longer than the caller wants to wait.
-        let inner = Arc::clone(self);
-        match std::thread::Builder::new().name("pto-close".into()).spawn(move || inner.teardown(attempt)) {
-            Ok(closer) => *self.shutdown.closer.lock() = Some(closer),
+        let (inner, theirs) = (Arc::clone(self), unseen.clone());
+        // Locked until the handle is in its place: whoever finds the worker closed must find the thread to join.
+        let mut closer = self.shutdown.closer.lock();
+        match std::thread::Builder::new().name("pto-close".into()).spawn(move || inner.teardown(attempt, theirs)) {
+            Ok(thread) => *closer = Some(thread),
             Err(error) => {
+                drop(closer);
                 tracing::warn!(%error, "no thread for a bounded close; closing on this one");
-                self.teardown(attempt);
+                self.teardown(attempt, unseen);
             }
         }
         Ok(())
     }
 
-    /// Steps of a close after the drain; every one is attempted. A retry closes the backend and nothing else.
-    fn teardown(&self, attempt: u64) {
+    /// Steps of a close after the drain; every one is attempted. A retry closes the backend and nothing else, and
+    /// reports what an earlier attempt could tell nobody.
+    fn teardown(&self, attempt: u64, unseen: Option<Arc<CloseFailure>>) {
         let mut errors = Vec::new();
         if attempt == 1 {
             self.admission.refuse(Refusal::Closed, |_| true);
@@ -206,12 +226,13 @@ impl Inner {
         let closed = guarded(Call::Close, || self.backend.close());
         let complete = closed.is_ok();
         errors.extend(closed.err().map(Error::Backend));
-        let outcome = self.compose(errors, complete);
+        let outcome = self.compose(unseen.as_deref(), errors, complete);
         if let Err(failure) = &outcome {
             tracing::warn!(error = %failure, "close failed");
         }
         let mut phase = self.shutdown.phase.lock();
-        let next = if complete { Phase::Closed { outcome } } else { Phase::Failed { attempt, outcome } };
+        let next =
+            if complete { Phase::Closed { outcome } } else { Phase::Failed { attempt, outcome, seen: false } };
         self.shutdown.transition(&mut phase, next);
     }
 
@@ -281,13 +302,17 @@ impl Inner {
     }
 
     /// The outcome: Ok only if nothing failed here and every earlier failure was delivered to somebody.
-    fn compose(&self, errors: Vec<Error>, complete: bool) -> Attempt {
+    fn compose(&self, unseen: Option<&CloseFailure>, errors: Vec<Error>, complete: bool) -> Attempt {
         let mut failures = self.failures.lock();
         let poison = failures.poison.clone();
         let undelivered: Vec<_> = failures.dispatches.drain(..).filter(|f| !f.is_delivered()).collect();
         let loose = std::mem::take(&mut failures.loose);
         drop(failures);
         let mut all: Vec<Error> = Vec::new();
+        if let Some(unseen) = unseen {
+            all.push(unseen.primary.clone());
+            all.extend(unseen.others.iter().cloned());
+        }
         let poison_first = |all: &mut Vec<Error>| {
             if let Some(poison) = &poison {
                 poison.mark_delivered();
@@ -295,7 +320,8 @@ impl Inner {
             }
         };
         let poison_undelivered = poison.as_ref().is_some_and(|p| !p.is_delivered());
-        if poison_undelivered || (undelivered.is_empty() && !(errors.is_empty() && loose.is_empty())) {
+        let first = unseen.is_none() && undelivered.is_empty() && !(errors.is_empty() && loose.is_empty());
+        if poison_undelivered || first {
             poison_first(&mut all);
         }
         for failure in undelivered {

@@ -9,7 +9,7 @@ use crate::build::{Built, Graph};
 use crate::completion::Dispatch;
 use crate::error::{Error, Failure};
 use crate::frame::Grant;
-use crate::inner::{Inner, PreparedProgram, Stage, Storage, panic_text};
+use crate::inner::{Inner, PreparedProgram, Stage, Storage, guarded, panic_text};
 use crate::program::{Args, DispatchId, ProgramId};
 use crate::reentry::{self, Building};
 use crate::stats::add;
@@ -36,7 +36,9 @@ impl Inner {
         reentry::refuse(self.id, "submit")?;
         self.backend.check_blocking()?;
         let prepared = self.program(program)?;
-        args.check(prepared.program.spec(), self.id)?;
+        // Asked for once, and before anything is held: it is the user's code.
+        let spec = prepared.program.spec();
+        args.check(spec, self.id)?;
         let grant = match patience {
             Patience::Wait => self.admission.acquire()?,
             Patience::Try => match self.admission.try_acquire(self.most_in_flight(prepared))? {
@@ -54,7 +56,7 @@ impl Inner {
         };
         storage.program = program.index;
         storage.args.copy_from(args);
-        storage.config.clone_from(config.unwrap_or(&prepared.program.spec().config));
+        storage.config.clone_from(config.unwrap_or(&spec.config));
         match self.prepare_opening(prepared, &mut storage, grant, patience) {
             Ok(()) => self.build(prepared, grant, storage, patience),
             Err(error) => {
@@ -144,14 +146,22 @@ impl Inner {
         // The build puts it back whatever happens in it; a backend that unwinds out of the build itself is the
         // only way to lose it, and then everything in it has been dropped.
         let storage = storage.unwrap_or_default();
-        let verdict = Verdict::of(submitted, built, &program.name);
+        let mut verdict = Verdict::of(submitted, built, &program.name);
         count(program, &storage, opened);
 
-        let accepted =
-            matches!(verdict, Verdict::Accepted) || self.backend.run_state(RunId(grant.id)) != RunState::Unknown;
-        if let Verdict::Rejected(rejection) = &verdict {
+        let (mut accepted, mut failure) = (true, None);
+        if let Verdict::Rejected(rejection) = &mut verdict {
+            let state = guarded(Call::Submit, || Ok(self.backend.run_state(RunId(grant.id))));
+            accepted = match state {
+                Ok(state) => state != RunState::Unknown,
+                // Nothing more can be learned of the run: it counts as not accepted, and the worker is finished.
+                Err(error) => {
+                    rejection.swept.get_or_insert(error);
+                    false
+                }
+            };
             // Before the frame is free: whoever is next in line must find the worker poisoned.
-            self.reject(program, grant.id, opened, rejection);
+            failure = self.reject(program, grant.id, opened, rejection);
         }
         if accepted {
             // A rejected dispatch whose run the backend has accepted all the same goes on; nobody has its handle, so
@@ -163,9 +173,12 @@ impl Inner {
         }
         match verdict {
             Verdict::Accepted => Ok(Dispatch::new(cell, self.id, Arc::clone(&self.backend) as Arc<dyn Backend>)),
-            Verdict::Rejected(rejection) => {
-                rejection.payload.map_or(Err(rejection.error), |payload| resume_unwind(payload))
-            }
+            Verdict::Rejected(rejection) => match (rejection.payload, failure) {
+                (Some(payload), _) => resume_unwind(payload),
+                // By itself it would invite to try again, on a worker that takes no more.
+                (None, Some(failure)) if rejection.error.may_retry() => Err(Error::Failed(failure)),
+                (None, _) => Err(rejection.error),
+            },
         }
     }
 
@@ -212,20 +225,26 @@ impl Inner {
         self.release_deferred();
     }
 
-    /// A dispatch was rejected. After its opening that poisons persistent dispatch; before, it concerns nobody else.
-    fn reject(&self, program: &PreparedProgram, id: u64, opened: bool, rejection: &Rejection) {
+    /// A dispatch was rejected. After its opening that poisons persistent dispatch; before, it concerns nobody else,
+    /// unless the backend says that the worker is finished. Returns the failure where there is one.
+    fn reject(
+        &self,
+        program: &PreparedProgram,
+        id: u64,
+        opened: bool,
+        rejection: &Rejection,
+    ) -> Option<Arc<Failure>> {
         let error = rejection.error.clone();
-        let already = matches!(error, Error::Poisoned(_) | Error::Finished(_));
         let swept = rejection.swept.clone().map(Error::Backend);
-        if let Some(swept) = &swept
-            && !self.mode.persistent
-        {
+        let finished = rejection.first.as_ref().is_some_and(Error::must_reprepare)
+            || (!rejection.returned && error.must_reprepare())
+            || swept.as_ref().is_some_and(Error::must_reprepare);
+        let known = self.is_known(&error) || rejection.first.as_ref().is_some_and(|first| self.is_known(first));
+        if known || !((opened && self.mode.persistent) || finished) {
             // The submitter gets its own error, so this one is for close to report. The backend accepts nothing more.
-            self.failures.lock().loose.push(swept.clone());
-        }
-        if already || !((opened && self.mode.persistent) || error.must_reprepare()) {
+            self.failures.lock().loose.extend(swept);
             tracing::debug!(dispatch = id, %error, "rejected");
-            return;
+            return None;
         }
         let (cause, mut secondary) = match &rejection.first {
             // The builder went on after a failure that stuck, and ended with one of its own.
@@ -241,6 +260,15 @@ impl Inner {
             // The submitter has all of it.
             failure.mark_delivered();
         }
+        Some(failure)
+    }
+
+    /// Whether `error` tells of a failure that this worker (not another one, which the builder may have called) has
+    /// recorded already.
+    fn is_known(&self, error: &Error) -> bool {
+        let (Error::Poisoned(failure) | Error::Finished(failure)) = error else { return false };
+        let failures = self.failures.lock();
+        [&failures.poison, &failures.finished].into_iter().flatten().any(|known| Arc::ptr_eq(known, failure))
     }
 }
 
@@ -265,6 +293,8 @@ struct Rejection {
     error: Error,
     /// A failure that came before it in the same build.
     first: Option<Error>,
+    /// The error is one that the builder returned.
+    returned: bool,
     /// A panic to resume in the submitter instead.
     payload: Option<Payload>,
     /// The backend could not clean up after the failed build.
@@ -279,10 +309,13 @@ impl Verdict {
             }
             _ => None,
         };
-        let rejected = |error, first, payload| Self::Rejected(Box::new(Rejection { error, first, payload, swept }));
+        // Where the backend unwound, the error is about that.
+        let returned = submitted.is_ok() && matches!(built, Built::Failed { returned: true, .. });
+        let rejected =
+            |error, first, payload| Self::Rejected(Box::new(Rejection { error, first, returned, payload, swept }));
         match (submitted, built) {
             (Ok(Ok(())), Built::Complete) => Self::Accepted,
-            (Ok(_), Built::Failed { error, first }) => rejected(error, first, None),
+            (Ok(_), Built::Failed { error, first, .. }) => rejected(error, first, None),
             (Ok(_), Built::Panicked { payload, first }) => {
                 let message = panic_text(&*payload).into();
                 rejected(Error::Panicked { program: Arc::clone(program), message }, first, Some(payload))

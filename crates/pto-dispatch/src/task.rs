@@ -244,7 +244,7 @@ fn check_worker(build: &Build<'_>, chip: ChipId) -> Result<(), Error> {
     }
 }
 
-fn expect_kind(callable: &Callable, wanted: CallableKind) -> Result<(), Error> {
+pub(crate) fn expect_kind(callable: &Callable, wanted: CallableKind) -> Result<(), Error> {
     if callable.kind == wanted {
         return Ok(());
     }

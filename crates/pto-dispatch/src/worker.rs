@@ -89,7 +89,8 @@ impl PreparedWorker {
     /// [`Error::Reentrant`], [`Error::Reset`] (slack), [`Error::Closing`], [`Error::Closed`]. What the builder
     /// returned: [`Error::Program`] with its own error, or the error of a [`Build`](crate::Build) call.
     /// [`Error::Poisoned`] or [`Error::Finished`] after an earlier failure. [`Error::Backend`] where the backend
-    /// refused or failed; out of shared memory leaves the worker usable.
+    /// refused or failed; out of shared memory leaves the worker usable. [`Error::Failed`] where a failure that by
+    /// itself could be tried again came after the opening and has poisoned the worker.
     ///
     /// # Panics
     ///

@@ -254,6 +254,11 @@ impl System {
             }
             Ok(Err(Error::Reset { .. })) => Expect::Slack,
             Ok(Err(Error::Backend(_))) => Expect::BackendFailure,
+            // After the opening: what could be tried again by itself comes as the failure that poisoned the worker.
+            Ok(Err(Error::Failed(failure))) if failure.cause.may_retry() => {
+                assert!(failure.final_for_worker && matches!(failure.cause, Error::Backend(_)), "{failure}");
+                Expect::BackendFailure
+            }
             Ok(Err(Error::ResetCopy { .. })) => Expect::ResetFailure,
             Ok(Err(Error::WouldBlock { .. })) => Expect::WouldBlock,
             Ok(Err(Error::Poisoned(failure))) => Expect::Poisoned(failure.id.get()),
