@@ -146,7 +146,9 @@ impl System {
             let ended = |e: &&crate::Event| matches!(e.kind, EventKind::TaskEnd { .. }) && of_run(e);
             events.iter().filter(submitted).count() == events.iter().filter(ended).count()
         });
+        // On a chip, as a final failure is; one of a sub-worker leaves the worker as it was.
         let failure = RuntimeFailure::new(Call::Run, "RuntimeError", "told to fail").with_kind(FailureKind::Task);
+        let failure = failure.on_chip(ChipId(0));
         self.emulator.fail(RunId(run), failure).expect("a run in flight can fail");
     }
 
