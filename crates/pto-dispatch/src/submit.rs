@@ -61,7 +61,7 @@ impl Inner {
             Ok(()) => self.build(prepared, grant, storage, patience),
             Err(error) => {
                 // Before the opening, so only a failure that is final for the worker concerns anybody else.
-                let rejection = Rejection { error, first: None, payload: None, swept: None };
+                let rejection = Rejection { error, first: None, returned: false, payload: None, swept: None };
                 self.reject(prepared, grant.id, false, &rejection);
                 self.give_back(grant.frame, storage);
                 Err(rejection.error)
