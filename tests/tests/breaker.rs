@@ -11,7 +11,8 @@ use pto_dispatch::{Args, Build, Error, HostBuffer, Options, PreparedWorker, Prog
 use pto_domain::DomainError;
 use pto_mock::{EventKind, Fault, FaultEffect, kernels};
 use pto_simpler_sys::{
-    Access, Call, CallableSpec, ChipId, DataType, DomainRequest, Family, NamedBuffer, RunId, RuntimeFailure,
+    Access, Backend, Call, CallableSpec, ChipId, DataType, DomainRequest, Family, NamedBuffer, RunId,
+    RuntimeFailure,
 };
 use pto_tests::gate::{Gate, OpenOnDrop};
 use pto_tests::rig::{emulator_only, submits};
@@ -488,7 +489,8 @@ fn a_worker_in_a_thread_local_is_closed_when_its_thread_ends() {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             WORKER.with_borrow_mut(|slot| {
-                let worker = PreparedWorker::prepare(&[f0()], &Options::ordinary(), emulator.clone()).unwrap();
+                let backend = Arc::clone(&emulator) as Arc<dyn Backend>;
+                let worker = PreparedWorker::prepare(&[f0()], &Options::ordinary(), backend).unwrap();
                 worker.call(&no_args()).unwrap();
                 *slot = Some(worker);
             });
