@@ -268,7 +268,13 @@ fn a_failed_opening_sticks() {
         let before = rig.journal().count(|e| matches!(e, EventKind::TaskSubmit { .. }));
         rig.emulator().arm(Fault::new(call, FaultEffect::Before));
         let failed = rig.worker.call(&no_args().host(&x));
-        assert!(matches!(&failed, Err(Error::Backend(_) | Error::ResetCopy { .. })), "{failed:?}");
+        // An allocation that did nothing could be tried again by itself, but not on a worker that it has poisoned.
+        let known = match &failed {
+            Err(Error::Failed(failure)) => matches!(failure.cause, Error::Backend(_)),
+            Err(error) => matches!(error, Error::ResetCopy { .. }),
+            Ok(()) => false,
+        };
+        assert!(known, "{failed:?}");
         assert_eq!(rig.journal().count(|e| matches!(e, EventKind::TaskSubmit { .. })), before, "{call:?}");
         let refused = rig.worker.call(&no_args().host(&x));
         assert!(matches!(refused, Err(Error::Poisoned(_))), "{refused:?}");
