@@ -102,4 +102,11 @@ mod tests {
         assert!(!on(Options::ordinary().reset(false)).unwrap());
         assert!(matches!(on(Options::ordinary().reset(true)), Err(Error::ResetWithoutPersistence)));
     }
+
+    #[test]
+    fn drop_waits_for_ten_seconds_unless_told_otherwise() {
+        let limit = |options: Options| options.resolve().map(|mode| mode.drop_limit);
+        assert_eq!(limit(Options::persistent()).unwrap(), Duration::from_secs(10));
+        assert_eq!(limit(Options::ordinary().drop_limit(Duration::MAX)).unwrap(), Duration::MAX);
+    }
 }
