@@ -205,7 +205,7 @@ fn an_ordinary_dispatch_being_built_while_the_worker_is_finished_allocates_nothi
         let _rescue = rig.rescue();
         let building = parked::spawn(scope, || rig.worker.submit(rig.ids[0], &no_args()).map(drop));
         gate.wait_arrived(1);
-        rig.emulator().fail(RunId(1), failure(FailureKind::Task, false)).unwrap();
+        rig.emulator().fail(RunId(1), failure(FailureKind::Task, false).on_chip(ChipId(0))).unwrap();
         while !older.is_done() {
             std::thread::yield_now();
         }
@@ -301,7 +301,7 @@ fn orchestrator(run: RunId, lie: Lie) -> MockOrchestrator {
         let other = lie == Lie::OtherDomain && run != RunId(1);
         reply.begin(DomainId::new(u32::from(other), 0), 1);
         let member = MemberWindow { chip: ChipId(0), rank: 0, device_context: 1, base: 0x1000, mapped_bytes: 64 };
-        reply.push_member(member, [BufferWindow { address: 0x1000, nbytes: 64 }].into_iter());
+        reply.push_member(member, [BufferWindow { address: 0x1000, nbytes: 64 }]);
         Ok(())
     });
     orchestrator.expect_copy_batch().returning(move |copies, results| {

@@ -457,10 +457,12 @@ fn abandon_interrupts_kernels_hangs_held_runs_and_waiting_submitters() {
 fn abandon_leaves_a_kernel_that_never_returns_and_names_it() {
     let (stuck, resume) = mpsc::channel::<()>();
     let resume = Mutex::new(resume);
+    let (arrived, inside) = mpsc::channel::<()>();
     let emulator = kernels(builder())
         .abandon_grace(Duration::from_millis(20))
         .kernel("stuck", Signature::new([], 1), move |k| {
             let view = k.domain(k.scalar(0)?)?.window(0)?;
+            arrived.send(()).unwrap();
             let _ = resume.lock().unwrap().recv();
             // The memory is still there for a view that outlived its domain, but it may not be touched.
             view.store(0, &[1])
@@ -476,7 +478,7 @@ fn abandon_leaves_a_kernel_that_never_returns_and_names_it() {
         o.submit_next_level(kernel, &context(&reply, 0), None, ChipId(0))
     })
     .unwrap();
-    emulator.wait_until(|events| events.iter().any(|e| matches!(e.kind, EventKind::TaskStart { .. })));
+    inside.recv().unwrap();
     let report = emulator.abandon();
     assert_eq!(report.ended, [ChipId(0)]);
     assert!(report.left.len() == 1 && report.left[0].contains("\"stuck\" of run1"), "{report:?}");
