@@ -172,6 +172,19 @@ impl Runs {
         self.inner.lock().active.values().any(|a| a.uses.domains.iter().any(|d| d.id == domain))
     }
 
+    /// Domains that runs in flight use and do not keep.
+    pub(crate) fn passing_domains(&self) -> Vec<DomainUse> {
+        let inner = self.inner.lock();
+        inner
+            .active
+            .values()
+            .filter(|a| a.accepted)
+            .flat_map(|a| &a.uses.domains)
+            .filter(|d| !d.keep)
+            .copied()
+            .collect()
+    }
+
     /// Waits until no accepted run is in flight.
     pub(crate) fn wait_until_ended(&self) {
         let mut inner = self.inner.lock();

@@ -22,6 +22,7 @@ use super::orchestrator::{self, SimplerOrchestrator};
 use super::owner::Owner;
 use super::probe::{self, RuntimeInfo};
 use super::process::Monitor;
+use super::runs::Uses;
 use super::shared::{Accepted, HostBuffer, Phase, Resident, Shared, unknown};
 use super::table::Key;
 use super::views::Views;
@@ -128,6 +129,11 @@ impl SimplerBackend {
                     config.clone().unbind(),
                     Rc::clone(&tasks),
                 );
+                // The runtime has waited for the cleanup of earlier runs, of which the waiter may not have heard yet.
+                let domains = shared.runs.passing_domains();
+                if !domains.is_empty() {
+                    shared.settle(py, &Uses { domains, ..Uses::default() });
+                }
                 // Builders must not unwind; should one, the payload goes around the interpreter all the same.
                 let built = building::detached(py, || {
                     std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| graph.build(&orchestrator)))
