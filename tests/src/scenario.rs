@@ -173,7 +173,7 @@ pub fn f3() -> [Arc<dyn Program>; 2] {
 pub fn h() -> Arc<dyn Program> {
     program(h_spec("h"), |build, args| {
         let lease = build.lease(DOMAIN, &signal_request(64))?;
-        h_signal(build, &lease)?;
+        h_signal(build, &lease, args, 0)?;
         h_await(build, &lease, args, 0, 1)
     })
 }
@@ -185,15 +185,15 @@ pub fn h_spec(name: &str) -> ProgramSpec {
     spec.parameter(Parameter::host("out0", 4)).parameter(Parameter::host("out1", 4))
 }
 
-/// The first step of H, with callable 0.
+/// The first step of H, with callable 0. Its tasks name the cells that the second step writes, argument `first_out` + r
+/// on rank r: that is what makes the second step wait for them where a runtime orders tasks by their tensors.
 ///
 /// # Errors
 ///
 /// What the build returns.
-pub fn h_signal<'b>(build: &Build<'b>, lease: &Lease<'b>) -> ProgramResult {
-    for chip in &lease.request().workers {
-        let cells = lease.buffer(*chip, "signal")?;
-        let tensor = build.tensor(&cells, &[16], DataType::Int32, Access::NoDependency)?;
+pub fn h_signal<'b>(build: &Build<'b>, lease: &Lease<'b>, args: &Args, first_out: usize) -> ProgramResult {
+    for (rank, chip) in lease.request().workers.iter().enumerate() {
+        let tensor = build.tensor(args.host_at(first_out + rank)?, &[1], DataType::Int32, Access::InOut)?;
         let context = lease.device_context(*chip)?;
         build.task(0)?.tensor(tensor).scalar(context).scalar(0).submit(*chip)?;
     }
@@ -214,7 +214,8 @@ pub fn h_await<'b>(
 ) -> ProgramResult {
     let mut group = build.group(1)?;
     for (rank, chip) in lease.request().workers.iter().enumerate() {
-        let out = build.tensor(args.host_at(first_out + rank)?, &[1], DataType::Int32, Access::Output)?;
+        // Read as well as written, so that it waits for the first step's tasks, which name the same cells.
+        let out = build.tensor(args.host_at(first_out + rank)?, &[1], DataType::Int32, Access::InOut)?;
         let context = lease.device_context(*chip)?;
         group = group.member(*chip).tensor(out).scalar(context).scalar(0).scalar(threshold);
     }

@@ -222,8 +222,8 @@ fn h_pair() -> Arc<dyn Program> {
         if args.scalar_at(4)? == 0 {
             leases.push(build.lease("d1", &signal_request(64))?);
         }
-        for lease in &leases {
-            h_signal(build, lease)?;
+        for (index, lease) in leases.iter().enumerate() {
+            h_signal(build, lease, args, 2 * index)?;
         }
         for (index, lease) in leases.iter().enumerate() {
             h_await(build, lease, args, 2 * index, 1)?;

@@ -286,7 +286,7 @@ fn h_gated(gate: &Gate) -> Arc<dyn Program> {
     let gate = CallableSpec::chip("gate", Signature::default()).with_source(kernel.into_source());
     program(h_spec("h").callable(gate), |build, args| {
         let lease = build.lease(DOMAIN, &signal_request(64))?;
-        h_signal(build, &lease)?;
+        h_signal(build, &lease, args, 0)?;
         build.task(2)?.submit(ChipId(1))?;
         h_await(build, &lease, args, 0, 1)
     })
