@@ -1,4 +1,5 @@
 //! What the contract of the real runtime forces on the binding: each a test on the stand-in and on real Simpler.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;

@@ -1,4 +1,5 @@
 //! Generated programs as host entries of the Simpler binding.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::cell::{Cell, RefCell};
 use std::fs;
