@@ -2,13 +2,15 @@
 
 use std::env;
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use super::HANG_GUARD;
 
@@ -67,10 +69,10 @@ pub(super) fn rerun(path: TestPath) -> Result<(), Failure> {
 fn run(path: &TestPath) -> Result<(ExitStatus, String), Failure> {
     let _lock = machine_lock().map_err(Failure::Failed)?;
     // A file, not a pipe: a process that the backend forked and lost would keep a pipe open for ever.
-    let mut output = tempfile::tempfile().map_err(|e| failed("no file for the test's output", e))?;
+    let output = tempfile::tempfile().map_err(|e| failed("no file for the test's output", e))?;
     let shared = |file: &File| file.try_clone().map_err(|e| failed("the test's output cannot be shared", e));
     let binary = env::current_exe().map_err(|e| failed("the test binary is not known", e))?;
-    let mut child = Command::new(binary)
+    let child = Command::new(binary)
         .args([path.as_str(), "--exact", "--nocapture", "--test-threads=1", "--include-ignored"])
         .env(MARKER, path.as_str())
         .stdin(Stdio::null())
@@ -79,32 +81,49 @@ fn run(path: &TestPath) -> Result<(ExitStatus, String), Failure> {
         .spawn()
         .map_err(|e| failed("the test binary cannot be run again", e))?;
     // The child's own guard comes first; this one is for a child that cannot even abort.
-    let status = wait(&mut child, HANG_GUARD + Duration::from_secs(30))?;
-    let mut bytes = Vec::new();
-    output
-        .seek(SeekFrom::Start(0))
-        .and_then(|_| output.read_to_end(&mut bytes))
-        .map_err(|e| failed("the test's output cannot be read", e))?;
+    let status = wait(child, HANG_GUARD + Duration::from_secs(30))?;
+    let bytes = contents(&output).map_err(|e| failed("the test's output cannot be read", e))?;
     Ok((status, String::from_utf8_lossy(&bytes).into_owned()))
+}
+
+/// Everything in the file, without its shared offset: what the test left behind may still write there.
+fn contents(file: &File) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let mut chunk = [0; 8192];
+    loop {
+        match file.read_at(&mut chunk, bytes.len() as u64) {
+            Ok(0) => return Ok(bytes),
+            Ok(n) => bytes.extend_from_slice(&chunk[..n]),
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
 }
 
 fn failed(what: &str, error: std::io::Error) -> Failure {
     Failure::Failed(format!("{what}: {error}"))
 }
 
-fn wait(child: &mut Child, at_most: Duration) -> Result<ExitStatus, Failure> {
-    let start = Instant::now();
-    loop {
-        match child.try_wait() {
-            Ok(Some(status)) => return Ok(status),
-            Ok(None) if start.elapsed() > at_most => {
-                let killed = child.kill().and_then(|()| child.wait());
-                return Err(Failure::Died(format!(
-                    "its own process hung for {at_most:?} and was killed ({killed:?})"
-                )));
-            }
-            Ok(None) => thread::sleep(Duration::from_millis(5)),
-            Err(e) => return Err(failed("its own process cannot be waited for", e)),
+fn wait(mut child: Child, at_most: Duration) -> Result<ExitStatus, Failure> {
+    let Ok(id) = i32::try_from(child.id()) else {
+        return Err(Failure::Failed(format!("process id {} is out of range", child.id())));
+    };
+    let (ended, end) = mpsc::channel();
+    let waiter = thread::Builder::new()
+        .name("test-process".into())
+        .spawn(move || ended.send(child.wait()))
+        .map_err(|e| failed("no thread to wait for the test's own process", e))?;
+    let unwaited = |e| failed("its own process cannot be waited for", e);
+    match end.recv_timeout(at_most) {
+        Ok(status) => status.map_err(unwaited),
+        Err(RecvTimeoutError::Timeout) => {
+            // Not reaped yet, or the waiter would have said so: the id is still this child's.
+            let killed = kill(Pid::from_raw(id), Signal::SIGKILL);
+            let _ = waiter.join();
+            Err(Failure::Died(format!("its own process hung for {at_most:?} and was killed ({killed:?})")))
+        }
+        Err(RecvTimeoutError::Disconnected) => {
+            Err(Failure::Failed("the thread that waits for the test's own process is gone".into()))
         }
     }
 }
