@@ -6,9 +6,9 @@ use std::thread::ThreadId;
 
 use parking_lot::{Condvar, Mutex};
 use pto_simpler_sys::{
-    AbandonReport, Backend, BackendError, BuildFailed, Call, CallConfig, CallableSpec, Capabilities, ChipId,
-    CopyTo, DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated,
-    Orchestrator, Registered, RunEvents, RunId, RunOutcome, RunState, SubmitError,
+    AbandonReport, Backend, BackendError, BuildFailed, Call, CallConfig, CallableSpec, DeviceBufferId, DomainId,
+    GraphBuilder, HostBufferId, Negotiated, Orchestrator, Registered, RunEvents, RunId, RunOutcome, RunState,
+    SubmitError,
 };
 
 use crate::gate::Gate;
@@ -156,9 +156,9 @@ impl RunEvents for Ends {
 
 #[deny(clippy::missing_trait_methods)]
 impl Backend for Spy {
-    fn capabilities(&self) -> &Capabilities {
-        self.inner.capabilities()
-    }
+    pto_simpler_sys::forward_backend!(
+        inner: capabilities, create_buffer, create_zeros, write_buffer, read_buffer, fill_buffer, alloc, copy_to, copy_from, domain_state, committed_device_memory,
+    );
 
     fn check_blocking(&self) -> Result<(), BackendError> {
         if *self.refuse_blocking.lock() == Some(std::thread::current().id()) {
@@ -198,47 +198,15 @@ impl Backend for Spy {
         self.inner.run_state(run)
     }
 
-    fn create_buffer(&self, nbytes: u64) -> Result<HostBufferId, BackendError> {
-        self.inner.create_buffer(nbytes)
-    }
-
-    fn create_zeros(&self, nbytes: u64) -> Result<HostBufferId, BackendError> {
-        self.inner.create_zeros(nbytes)
-    }
-
-    fn write_buffer(&self, buffer: HostBufferId, offset: u64, bytes: &[u8]) -> Result<(), BackendError> {
-        self.inner.write_buffer(buffer, offset, bytes)
-    }
-
-    fn read_buffer(&self, buffer: HostBufferId, offset: u64, bytes: &mut [u8]) -> Result<(), BackendError> {
-        self.inner.read_buffer(buffer, offset, bytes)
-    }
-
-    fn fill_buffer(&self, buffer: HostBufferId, byte: u8) -> Result<(), BackendError> {
-        self.inner.fill_buffer(buffer, byte)
-    }
-
     fn release_buffer(&self, buffer: HostBufferId) -> Result<(), BackendError> {
         self.see(Seen::ReleaseBuffer(buffer));
         self.check_blocking()?;
         self.inner.release_buffer(buffer)
     }
 
-    fn alloc(&self, chip: ChipId, nbytes: u64) -> Result<DeviceBufferId, BackendError> {
-        self.inner.alloc(chip, nbytes)
-    }
-
     fn free(&self, buffer: DeviceBufferId) -> Result<(), BackendError> {
         self.see(Seen::Free(buffer));
         self.inner.free(buffer)
-    }
-
-    fn copy_to(&self, copy: &CopyTo) -> Result<(), BackendError> {
-        self.inner.copy_to(copy)
-    }
-
-    fn copy_from(&self, dst: HostBufferId, src: DevicePlace, nbytes: u64) -> Result<(), BackendError> {
-        self.inner.copy_from(dst, src, nbytes)
     }
 
     fn release_domain(&self, domain: DomainId) -> Result<(), BackendError> {
@@ -247,14 +215,6 @@ impl Backend for Spy {
             return Ok(());
         }
         self.inner.release_domain(domain)
-    }
-
-    fn domain_state(&self, domain: DomainId) -> Result<DomainState, BackendError> {
-        self.inner.domain_state(domain)
-    }
-
-    fn committed_device_memory(&self, chip: ChipId) -> Result<u64, BackendError> {
-        self.inner.committed_device_memory(chip)
     }
 
     fn close(&self) -> Result<(), BackendError> {

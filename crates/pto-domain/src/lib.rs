@@ -108,6 +108,8 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! More of it: `cargo run -p pto-domain --example retained_domain`.
 #![forbid(unsafe_code)]
 
 mod error;

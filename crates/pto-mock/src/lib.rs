@@ -116,6 +116,12 @@
 //! assert_eq!((emulator.journal().allocs(), emulator.journal().frees()), (1, 1));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! `examples/all_reduce.rs` goes on from there: it arms a fault, and prints and checks the journal.
+//!
+//! ```console
+//! $ cargo run -p pto-mock --example all_reduce
+//! ```
 #![deny(unsafe_code)]
 
 pub mod conformance;

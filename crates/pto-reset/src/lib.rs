@@ -89,6 +89,8 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! More of it: `cargo run -p pto-reset --example reset_plan`.
 #![forbid(unsafe_code)]
 
 mod coverage;

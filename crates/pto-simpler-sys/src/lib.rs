@@ -26,7 +26,8 @@
 //!    resort.
 //!
 //! Everything that names a thing of the backend is a plain generational id ([`DomainId`], [`HostBufferId`], ...), so
-//! wrappers compose and tests can print and compare every value.
+//! wrappers compose and tests can print and compare every value. A wrapper writes the methods that it changes and
+//! leaves the others to [`forward_backend!`] and [`forward_orchestrator!`].
 //!
 //! # Errors
 //!
@@ -59,6 +60,13 @@
 //! assert_eq!(request.rank_of(ChipId(1)), Some(1));
 //! ```
 //!
+//! `examples/counting_backend.rs` drives any `dyn Backend` through a whole life, from `register` to `close`, and wraps
+//! it in a backend that counts:
+//!
+//! ```console
+//! $ cargo run -p pto-simpler-sys --example counting_backend
+//! ```
+//!
 //! # Features
 //!
 //! | Feature | Default | What it adds |
@@ -73,6 +81,7 @@ mod callable;
 mod capability;
 mod config;
 mod error;
+mod forward;
 mod ids;
 mod orchestrator;
 #[cfg(feature = "simpler")]

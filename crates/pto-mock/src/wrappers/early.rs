@@ -2,11 +2,7 @@
 
 use std::sync::Arc;
 
-use pto_simpler_sys::{
-    AbandonReport, Backend, BackendError, CallConfig, CallableSpec, Capabilities, ChipId, CopyTo, DeviceBufferId,
-    DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated, Registered, RunEvents, RunId,
-    RunState, SubmitError,
-};
+use pto_simpler_sys::{Backend, BackendError};
 
 use crate::builder::EmulatorBuilder;
 use crate::emulator::Emulator;
@@ -41,87 +37,7 @@ impl EarlyCopyBackend {
 
 #[deny(clippy::missing_trait_methods)]
 impl Backend for EarlyCopyBackend {
-    fn capabilities(&self) -> &Capabilities {
-        self.emulator.capabilities()
-    }
-
-    fn check_blocking(&self) -> Result<(), BackendError> {
-        self.emulator.check_blocking()
-    }
-
-    fn register(&self, callable: &CallableSpec) -> Result<Registered, BackendError> {
-        self.emulator.register(callable)
-    }
-
-    fn start(&self, events: Arc<dyn RunEvents>) -> Result<Negotiated, BackendError> {
-        self.emulator.start(events)
-    }
-
-    fn submit(&self, run: RunId, config: &CallConfig, graph: &mut dyn GraphBuilder) -> Result<(), SubmitError> {
-        self.emulator.submit(run, config, graph)
-    }
-
-    fn run_state(&self, run: RunId) -> RunState {
-        self.emulator.run_state(run)
-    }
-
-    fn create_buffer(&self, nbytes: u64) -> Result<HostBufferId, BackendError> {
-        self.emulator.create_buffer(nbytes)
-    }
-
-    fn create_zeros(&self, nbytes: u64) -> Result<HostBufferId, BackendError> {
-        self.emulator.create_zeros(nbytes)
-    }
-
-    fn write_buffer(&self, buffer: HostBufferId, offset: u64, bytes: &[u8]) -> Result<(), BackendError> {
-        self.emulator.write_buffer(buffer, offset, bytes)
-    }
-
-    fn read_buffer(&self, buffer: HostBufferId, offset: u64, bytes: &mut [u8]) -> Result<(), BackendError> {
-        self.emulator.read_buffer(buffer, offset, bytes)
-    }
-
-    fn fill_buffer(&self, buffer: HostBufferId, byte: u8) -> Result<(), BackendError> {
-        self.emulator.fill_buffer(buffer, byte)
-    }
-
-    fn release_buffer(&self, buffer: HostBufferId) -> Result<(), BackendError> {
-        self.emulator.release_buffer(buffer)
-    }
-
-    fn alloc(&self, chip: ChipId, nbytes: u64) -> Result<DeviceBufferId, BackendError> {
-        self.emulator.alloc(chip, nbytes)
-    }
-
-    fn free(&self, buffer: DeviceBufferId) -> Result<(), BackendError> {
-        self.emulator.free(buffer)
-    }
-
-    fn copy_to(&self, copy: &CopyTo) -> Result<(), BackendError> {
-        self.emulator.copy_to(copy)
-    }
-
-    fn copy_from(&self, dst: HostBufferId, src: DevicePlace, nbytes: u64) -> Result<(), BackendError> {
-        self.emulator.copy_from(dst, src, nbytes)
-    }
-
-    fn release_domain(&self, domain: DomainId) -> Result<(), BackendError> {
-        self.emulator.release_domain(domain)
-    }
-
-    fn domain_state(&self, domain: DomainId) -> Result<DomainState, BackendError> {
-        self.emulator.domain_state(domain)
-    }
-
-    fn committed_device_memory(&self, chip: ChipId) -> Result<u64, BackendError> {
-        self.emulator.committed_device_memory(chip)
-    }
-
-    fn close(&self) -> Result<(), BackendError> {
-        self.emulator.close()
-    }
-
-    fn abandon(&self) -> AbandonReport {
-        self.emulator.abandon()
-    }
+    pto_simpler_sys::forward_backend!(
+        emulator: capabilities, check_blocking, register, start, submit, run_state, create_buffer, create_zeros, write_buffer, read_buffer, fill_buffer, release_buffer, alloc, free, copy_to, copy_from, release_domain, domain_state, committed_device_memory, close, abandon,
+    );
 }

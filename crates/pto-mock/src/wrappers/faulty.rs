@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use pto_simpler_sys::{
-    AbandonReport, Backend, BackendError, BuildFailed, Call, CallConfig, CallableSpec, Capabilities, ChipId,
-    CopyTo, DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated,
-    Orchestrator, Registered, RunEvents, RunId, RunOutcome, RunState, SubmitError,
+    AbandonReport, Backend, BackendError, BuildFailed, Call, CallConfig, CallableSpec, ChipId, CopyTo,
+    DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated, Orchestrator,
+    Registered, RunEvents, RunId, RunOutcome, RunState, SubmitError,
 };
 
 use super::faulty_graph::FaultyGraph;
@@ -165,13 +165,9 @@ impl GraphBuilder for FaultyBuild<'_> {
 
 #[deny(clippy::missing_trait_methods)]
 impl Backend for FaultyBackend {
-    fn capabilities(&self) -> &Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn check_blocking(&self) -> Result<(), BackendError> {
-        self.inner.check_blocking()
-    }
+    pto_simpler_sys::forward_backend!(
+        inner: capabilities, check_blocking, run_state,
+    );
 
     fn register(&self, callable: &CallableSpec) -> Result<Registered, BackendError> {
         self.whole(Call::Register, |inner| inner.register(callable))
@@ -205,10 +201,6 @@ impl Backend for FaultyBackend {
             }
             _ => Ok(()),
         }
-    }
-
-    fn run_state(&self, run: RunId) -> RunState {
-        self.inner.run_state(run)
     }
 
     fn create_buffer(&self, nbytes: u64) -> Result<HostBufferId, BackendError> {

@@ -4,8 +4,8 @@ use std::fmt;
 
 use pto_simpler_sys::{
     BackendError, BuildFailed, Call, CallConfig, CallableId, CallbackError, ChipId, CopyResult, CopyTo,
-    DevicePlace, DomainAllocation, DomainRequest, EntryCall, EntryHost, HostBufferId, Orchestrator, RunId,
-    ScratchId, TaskArgs,
+    DevicePlace, DomainAllocation, DomainRequest, EntryCall, EntryHost, HostBufferId, Orchestrator, ScratchId,
+    TaskArgs,
 };
 
 use super::faulty::Shared;
@@ -75,9 +75,9 @@ impl<'a> FaultyGraph<'a> {
 
 #[deny(clippy::missing_trait_methods)]
 impl Orchestrator for FaultyGraph<'_> {
-    fn run(&self) -> RunId {
-        self.inner.run()
-    }
+    pto_simpler_sys::forward_orchestrator!(
+        inner: run,
+    );
 
     fn allocate_domain(
         &self,

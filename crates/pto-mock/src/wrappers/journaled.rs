@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use pto_simpler_sys::{
-    AbandonReport, Backend, BackendError, BuildFailed, CallConfig, CallableSpec, Capabilities, ChipId, CopySource,
-    CopyTo, DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated,
-    Orchestrator, Registered, RunEvents, RunId, RunOutcome, RunState, SubmitError,
+    AbandonReport, Backend, BackendError, BuildFailed, CallConfig, CallableSpec, ChipId, CopySource, CopyTo,
+    DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId, Negotiated, Orchestrator,
+    Registered, RunEvents, RunId, RunOutcome, RunState, SubmitError,
 };
 
 use super::journaled_graph::JournaledGraph;
@@ -180,13 +180,9 @@ impl GraphBuilder for JournaledBuild<'_> {
 
 #[deny(clippy::missing_trait_methods)]
 impl Backend for JournalBackend {
-    fn capabilities(&self) -> &Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn check_blocking(&self) -> Result<(), BackendError> {
-        self.inner.check_blocking()
-    }
+    pto_simpler_sys::forward_backend!(
+        inner: capabilities, check_blocking, run_state, write_buffer, read_buffer, domain_state, committed_device_memory,
+    );
 
     fn register(&self, callable: &CallableSpec) -> Result<Registered, BackendError> {
         let registered = self.inner.register(callable)?;
@@ -219,24 +215,12 @@ impl Backend for JournalBackend {
         submitted
     }
 
-    fn run_state(&self, run: RunId) -> RunState {
-        self.inner.run_state(run)
-    }
-
     fn create_buffer(&self, nbytes: u64) -> Result<HostBufferId, BackendError> {
         self.inner.create_buffer(nbytes).map(|buffer| self.created(nbytes, false, buffer))
     }
 
     fn create_zeros(&self, nbytes: u64) -> Result<HostBufferId, BackendError> {
         self.inner.create_zeros(nbytes).map(|buffer| self.created(nbytes, true, buffer))
-    }
-
-    fn write_buffer(&self, buffer: HostBufferId, offset: u64, bytes: &[u8]) -> Result<(), BackendError> {
-        self.inner.write_buffer(buffer, offset, bytes)
-    }
-
-    fn read_buffer(&self, buffer: HostBufferId, offset: u64, bytes: &mut [u8]) -> Result<(), BackendError> {
-        self.inner.read_buffer(buffer, offset, bytes)
     }
 
     fn fill_buffer(&self, buffer: HostBufferId, byte: u8) -> Result<(), BackendError> {
@@ -288,14 +272,6 @@ impl Backend for JournalBackend {
         let released = self.inner.release_domain(domain);
         self.shared.sweep(&*self.inner, FreeCause::Release);
         released
-    }
-
-    fn domain_state(&self, domain: DomainId) -> Result<DomainState, BackendError> {
-        self.inner.domain_state(domain)
-    }
-
-    fn committed_device_memory(&self, chip: ChipId) -> Result<u64, BackendError> {
-        self.inner.committed_device_memory(chip)
     }
 
     fn close(&self) -> Result<(), BackendError> {

@@ -3,9 +3,8 @@
 use std::fmt;
 
 use pto_simpler_sys::{
-    Backend, BackendError, BuildFailed, CallConfig, CallableId, CallbackError, ChipId, CopyResult, CopyTo,
-    DevicePlace, DomainAllocation, DomainRequest, EntryCall, EntryHost, HostBufferId, Orchestrator, RunId,
-    ScratchId, TaskArgs,
+    Backend, BackendError, CallConfig, CallableId, ChipId, CopyResult, CopyTo, DevicePlace, DomainAllocation,
+    DomainRequest, HostBufferId, Orchestrator, TaskArgs,
 };
 
 use super::journaled::{Shared, is_zero};
@@ -50,9 +49,9 @@ impl<'a> JournaledGraph<'a> {
 
 #[deny(clippy::missing_trait_methods)]
 impl Orchestrator for JournaledGraph<'_> {
-    fn run(&self) -> RunId {
-        self.inner.run()
-    }
+    pto_simpler_sys::forward_orchestrator!(
+        inner: run, scope, alloc, run_entry,
+    );
 
     fn allocate_domain(
         &self,
@@ -129,22 +128,5 @@ impl Orchestrator for JournaledGraph<'_> {
         self.inner.submit_sub(callable, args)?;
         self.submitted(None, callable);
         Ok(())
-    }
-
-    fn scope(&self, body: &mut dyn FnMut() -> Result<(), BuildFailed>) -> Result<(), CallbackError> {
-        self.inner.scope(body)
-    }
-
-    fn alloc(&self, nbytes: u64) -> Result<ScratchId, BackendError> {
-        self.inner.alloc(nbytes)
-    }
-
-    fn run_entry(
-        &self,
-        entry: CallableId,
-        call: &EntryCall<'_>,
-        host: &dyn EntryHost,
-    ) -> Result<(), CallbackError> {
-        self.inner.run_entry(entry, call, host)
     }
 }
