@@ -1,28 +1,4 @@
-//! Fixture files: arbitrary bytes are read or refused with a reason, and what was read makes requests or says why not.
+//! See `pto_tests::fuzz::fixtures`.
 #![no_main]
 
-use libfuzzer_sys::fuzz_target;
-use pto_mock::fixtures::Fixture;
-
-fuzz_target!(|bytes: &[u8]| {
-    match Fixture::parse(bytes) {
-        Err(error) => assert!(!error.to_string().is_empty()),
-        Ok(fixture) => {
-            for program in &fixture.programs {
-                assert_eq!(fixture.program(&program.name).ok(), Some(program), "names are unique");
-                for domain in &program.domains {
-                    for chips in [0, 1, 2, 64] {
-                        match domain.to_request(chips) {
-                            Ok(request) => {
-                                assert_eq!(request.workers.len(), chips as usize);
-                                let named: u128 = request.buffers.iter().map(|b| u128::from(b.nbytes)).sum();
-                                assert!(named <= u128::from(request.window_bytes));
-                            }
-                            Err(error) => assert!(!error.to_string().is_empty()),
-                        }
-                    }
-                }
-            }
-        }
-    }
-});
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| pto_tests::fuzz::fixtures(bytes));

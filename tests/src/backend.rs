@@ -74,6 +74,7 @@ pub struct EmulatorFactory {
     grace: Duration,
     process_backed: bool,
     directory: Option<TempDir>,
+    device_memory: Option<u64>,
 }
 
 impl fmt::Debug for EmulatorFactory {
@@ -97,6 +98,7 @@ impl EmulatorFactory {
             grace: GRACE,
             process_backed: false,
             directory: None,
+            device_memory: None,
         }
     }
 
@@ -131,6 +133,13 @@ impl EmulatorFactory {
         Ok(self)
     }
 
+    /// The same with so much device memory on each chip.
+    #[must_use]
+    pub fn with_device_memory(mut self, bytes: u64) -> Self {
+        self.device_memory = Some(bytes);
+        self
+    }
+
     /// The same, known to break a rule.
     #[must_use]
     pub fn deviating(mut self, rule: &'static str, reason: &'static str) -> Self {
@@ -150,6 +159,9 @@ impl BackendFactory for EmulatorFactory {
         let mut builder = Emulator::builder().chips(spec.chips).sub_workers(spec.sub_workers);
         if let Some(directory) = &self.directory {
             builder = builder.memory(Memory::SharedIn(directory.path().to_owned()));
+        }
+        if let Some(bytes) = self.device_memory {
+            builder = builder.device_memory(bytes);
         }
         let emulator = (self.configure)(kernels::install(builder)).build().map_err(CreateError::failed)?;
         Ok((self.wrap)(emulator))
@@ -174,5 +186,9 @@ impl BackendFactory for EmulatorFactory {
             Err(error) => vec![format!("{}: {error}", directory.path().display())],
         };
         self.directory.as_ref().map(list)
+    }
+
+    fn device_memory(&self) -> Option<u64> {
+        self.device_memory
     }
 }

@@ -8,6 +8,7 @@
 //! * [`gate`]: how a test holds a thread or a kernel open, and how a hanging test ends.
 //! * [`parked`]: threads that a test wants to see blocked before it goes on.
 //! * [`shm`]: a private shared-memory directory, and the check that it is empty and unmapped.
+//! * [`fuzz`]: the bodies of the fuzz targets, which a test replays on the committed inputs.
 //! * `simpler` (feature `simpler`): the Simpler binding as a backend under test.
 //!
 //! The suites themselves are in `tests/`, one file per area; each test carries the id of its scenario. They panic and
@@ -22,6 +23,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 pub mod backend;
+pub mod fuzz;
 pub mod gate;
 pub mod parked;
 pub mod rig;

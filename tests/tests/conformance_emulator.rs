@@ -9,7 +9,7 @@ use pto_mock::conformance::{
     judge,
 };
 use pto_mock::{FaultSchedule, FaultyBackend, JournalBackend, Mapping};
-use pto_simpler_sys::{Backend, CopyGranularity, Limits};
+use pto_simpler_sys::{Backend, CopyGranularity, Limits, Retention};
 use pto_tests::backend::EmulatorFactory;
 
 /// Dirty memory everywhere: what must be zero is zero because somebody zeroed it.
@@ -70,6 +70,21 @@ mod small_limits {
         limits.scope_depth = 3;
         e.limits(limits)
     }));
+}
+
+/// Chips whose device memory comes to an end.
+mod small_devices {
+    use super::EmulatorFactory;
+    pto_mock::conformance_tests!(EmulatorFactory::new("emulator with small devices").with_device_memory(8 << 20));
+}
+
+/// Domains cannot be retained.
+mod no_retention {
+    use super::{EmulatorFactory, Retention};
+    pto_mock::conformance_tests!(
+        EmulatorFactory::new("emulator without retention")
+            .with(|e| e.retention(Retention::Unsupported { missing: "the hook `keep`".into() }))
+    );
 }
 
 /// Without sub-workers the rules that hold runs are skipped, and nothing else changes.
@@ -134,6 +149,22 @@ fn s27_control_that_comes_early_is_caught() {
         let early = EmulatorFactory::new("early emulator").with(|e| e.early_control(true));
         let patient = early.deviating("none", "waits for minutes, if need be");
         assert!(matches!(verdict(rule, &patient), Verdict::Broken(_)), "{rule} did not notice");
+    }
+}
+
+/// Limits under which a callable of the library, with the arguments that it declares, is too large: each limit by
+/// itself.
+#[test]
+fn a_callable_over_each_limit_is_refused() {
+    type Shrink = fn(&mut Limits);
+    let shrinks: [Shrink; 2] = [|l| l.tensors = 1, |l| l.scalars = 2];
+    for shrink in shrinks {
+        let small = EmulatorFactory::new("emulator with very small limits").with(move |e| {
+            let mut limits = Limits::default();
+            shrink(&mut limits);
+            e.limits(limits)
+        });
+        assert_eq!(verdict("arguments_over_a_limit_are_refused", &small), Verdict::Kept);
     }
 }
 

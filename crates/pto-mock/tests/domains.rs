@@ -3,8 +3,12 @@
 
 mod common;
 
+use std::sync::{Arc, Mutex};
+
 use common::*;
-use pto_mock::{Completion, EventKind, Fault, FaultEffect, FaultKind, FreeCause, Mapping};
+use pto_mock::{
+    Completion, EventKind, Fault, FaultEffect, FaultKind, FreeCause, KernelError, KernelObject, Mapping, MemoryView,
+};
 use pto_simpler_sys::*;
 
 #[test]
@@ -194,6 +198,96 @@ fn release_frees_at_once_outside_runs_and_is_idempotent() {
     let unknown = DomainId::new(99, 0);
     assert_eq!(rig.emulator.release_domain(unknown).unwrap_err().family(), Family::Misuse);
     assert_eq!(rig.emulator.domain_state(unknown).unwrap_err().family(), Family::Misuse);
+    rig.close();
+}
+
+/// A failed release is not tried again: whoever asks again gets the first outcome, whether the memory is still there,
+/// partly there, or gone. What is left is for close.
+#[test]
+fn a_failed_release_is_repeated_and_not_retried() {
+    for (schedule, state, left) in [
+        ("release_domain#1:before", DomainState::Live, 2),
+        ("release_domain@chip1#1:before", DomainState::Released, 1),
+        ("release_domain@chip0#1:before; release_domain@chip1#1:before", DomainState::Released, 2),
+        ("release_domain#1:after", DomainState::Freed, 0),
+        ("release_domain@chip1#1:after", DomainState::Freed, 0),
+    ] {
+        let rig = Rig::new(builder().faults(schedule.parse().unwrap()));
+        let id = rig.retained(1, "d", &signal()).id().unwrap();
+        let first = rig.emulator.release_domain(id).unwrap_err();
+        assert_eq!(first.family(), Family::Backend, "{schedule}");
+        let mapped = || rig.emulator.stats().committed_bytes.iter().filter(|bytes| **bytes > 0).count();
+        let frees = rig.emulator.journal().frees();
+        for _ in 0..2 {
+            assert_eq!(rig.emulator.release_domain(id), Err(first.clone()), "{schedule}");
+            assert_eq!((rig.emulator.domain_state(id), mapped()), (Ok(state), left), "{schedule}");
+        }
+        assert_eq!(rig.emulator.journal().frees(), frees, "{schedule}: released again");
+        let emulator = Arc::clone(&rig.emulator);
+        rig.close();
+        assert_eq!(emulator.domain_state(id), Ok(DomainState::Freed), "{schedule}");
+        assert_eq!(emulator.stats().committed_bytes, [0, 0], "{schedule}");
+        assert_eq!(emulator.release_domain(id), Err(first), "{schedule}: after close");
+    }
+}
+
+/// A view that a kernel kept beyond its task is of memory that was freed as soon as it is: windows and scratch with
+/// their run, resident memory and host buffers when they go.
+#[test]
+fn views_that_outlive_their_memory_say_that_it_was_freed() {
+    let kept: Arc<Mutex<Vec<MemoryView>>> = Arc::default();
+    let keep = Arc::clone(&kept);
+    let rig = Rig::new(builder().completion(Completion::ByHand));
+    let keeps = KernelObject::new(move |k| {
+        let mut kept = keep.lock().unwrap();
+        for tensor in 0..k.tensors() {
+            kept.push(k.tensor(tensor)?);
+        }
+        kept.push(k.domain(k.scalar(0)?)?.window(1)?);
+        Ok(())
+    });
+    let spec = chip_spec("keeps", &[Access::InOut; 4], 1).with_source(keeps.into_source());
+    let keeps = rig.emulator.register(&spec).unwrap().id;
+    let host = rig.emulator.create_buffer(64).unwrap();
+    let resident = rig.emulator.alloc(ChipId(0), 64).unwrap();
+    let (mut domain, mut scratch) = (DomainAllocation::new(), None);
+    rig.submit(1, |o| {
+        o.allocate_domain("d", &signal(), &mut domain)?;
+        scratch = Some(o.alloc(64)?);
+        let mut args = TaskArgs::new();
+        for place in [
+            TensorPlace::DomainBuffer { domain: domain.id().unwrap(), chip: ChipId(0), buffer: 0 },
+            TensorPlace::Scratch(scratch.unwrap()),
+            TensorPlace::Resident(resident),
+            TensorPlace::Host(host),
+        ] {
+            let shape = Shape::new(&[16]).unwrap();
+            args.tensor(TensorArg { place, shape, dtype: DataType::Int32, byte_offset: 0, access: Access::InOut });
+        }
+        args.scalar(domain.member(0).unwrap().device_context);
+        o.submit_next_level(keeps, &args, None, ChipId(0))
+    })
+    .unwrap();
+    rig.emulator.wait_until(|events| events.iter().any(|e| matches!(e.kind, EventKind::TaskEnd { .. })));
+    let freed = || -> Vec<bool> {
+        let views = kept.lock().unwrap();
+        views.iter().map(|view| view.load(0, &mut [0; 4]) == Err(KernelError::Freed)).collect()
+    };
+    let (stats, committed) = (rig.emulator.stats(), 64 + 64);
+    assert_eq!((stats.scratch, stats.committed_bytes), (1, vec![committed, 64]));
+    assert_eq!(freed(), [false; 5], "all of it lives until the run is over");
+    rig.emulator.complete(RunId(1)).unwrap();
+    assert_eq!(rig.wait(1), RunOutcome::success());
+    let stats = rig.emulator.stats();
+    assert_eq!((stats.scratch, stats.committed_bytes), (0, vec![64, 0]));
+    assert_eq!(freed(), [true, true, false, false, true], "window and scratch end with the run");
+    rig.emulator.free(resident).unwrap();
+    rig.emulator.release_buffer(host).unwrap();
+    assert_eq!(freed(), [true; 5]);
+    for view in kept.lock().unwrap().iter() {
+        assert_eq!(view.store(0, &[1; 4]), Err(KernelError::Freed));
+        assert_eq!(view.cell(0).and_then(|cell| cell.load()), Err(KernelError::Freed));
+    }
     rig.close();
 }
 

@@ -5,10 +5,11 @@
 mod common;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread;
 
 use common::*;
-use pto_mock::{Completion, EventKind, WaitFor};
+use pto_mock::{Completion, Event, EventKind, KernelObject, WaitFor};
 use pto_simpler_sys::*;
 
 /// The two-rank handshake over `domain`, with results in host buffers.
@@ -359,5 +360,112 @@ fn a_run_failed_by_hand_is_reported_failed_and_interrupts_its_waits() {
     rig.emulator.fail(RunId(2), failure.clone()).unwrap();
     assert_eq!(rig.wait(2).result, Err(failure.into()));
     assert_eq!(rig.emulator.complete(RunId(2)).unwrap_err().family(), Family::Misuse);
+    rig.close();
+}
+
+/// The id is looked up again when a submission's turn has come: of two that found it free, one gets it.
+#[test]
+fn a_run_id_that_was_taken_while_waiting_is_refused() {
+    let rig = Rig::two();
+    let (builds, mut results) = (AtomicU32::new(0), Vec::new());
+    let second = || {
+        rig.submit(2, |_| {
+            builds.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        })
+    };
+    thread::scope(|scope| {
+        let mut others = Vec::new();
+        rig.submit(1, |_| {
+            others.extend((0..2).map(|_| scope.spawn(second)));
+            let waits = |e: &&Event| e.kind == EventKind::Wait { run: RunId(2), on: WaitFor::Build };
+            rig.emulator.wait_until(|events| events.iter().filter(waits).count() == 2);
+            Ok(())
+        })
+        .unwrap();
+        results.extend(others.into_iter().map(|other| other.join().unwrap()));
+    });
+    results.sort_by_key(Result::is_err);
+    assert_eq!((&results[0], builds.load(Ordering::SeqCst)), (&Ok(()), 1));
+    let error = results[1].as_ref().unwrap_err();
+    assert!(error.family() == Family::Misuse && error.to_string().contains("submitted meanwhile"), "{error}");
+    rig.wait(2);
+    assert_eq!(rig.ends.all().len(), 2);
+    rig.close();
+}
+
+/// Scratch is freed at the end of its run, however that comes about, and of a build that fails.
+#[test]
+fn scratch_is_freed_with_its_run() {
+    let rig = Rig::new(builder().completion(Completion::ByHand));
+    let scratch = || rig.emulator.stats().scratch;
+    rig.submit(1, |o| o.alloc(64).and_then(|_| o.alloc(1)).map(|_| ())).unwrap();
+    assert_eq!(scratch(), 2);
+    rig.emulator.complete(RunId(1)).unwrap();
+    rig.wait(1);
+    assert_eq!(scratch(), 0);
+    rig.submit(2, |o| o.alloc(64).map(|_| ())).unwrap();
+    rig.emulator.fail(RunId(2), RuntimeFailure::new(Call::Run, "Test", "by hand")).unwrap();
+    rig.wait(2);
+    assert_eq!(scratch(), 0);
+    let failed = rig.submit(3, |o| {
+        o.alloc(64)?;
+        assert_eq!(scratch(), 1);
+        Err(BackendError::misuse(Call::AllocScratch, "on purpose"))
+    });
+    assert!(failed.is_err());
+    assert_eq!(scratch(), 0);
+    rig.close();
+}
+
+/// The swimlane profile needs a place for its output: without one it is refused wherever a configuration is given, and
+/// nothing is queued.
+#[test]
+fn a_swimlane_without_an_output_prefix_is_refused() {
+    struct Nobody;
+    impl EntryHost for Nobody {
+        fn open(&self) -> Result<(), BuildFailed> {
+            Err(BuildFailed)
+        }
+        fn domain(&self, _: &str, _: &DomainRequest, _: &mut DomainAllocation) -> Result<(), BuildFailed> {
+            Err(BuildFailed)
+        }
+    }
+    let refused = |error: &BackendError, call: Call| {
+        assert_eq!((error.family(), error.call()), (Family::Misuse, call), "{error}");
+        assert!(error.to_string().contains("output_prefix"), "{error}");
+    };
+    let rig = Rig::two();
+    let entry = CallableSpec {
+        name: "entry".into(),
+        kind: CallableKind::Entry,
+        signature: None,
+        source: KernelObject::entry(|_| panic!("an entry under a refused configuration")).into_source(),
+    };
+    let entry = rig.emulator.register(&entry).unwrap().id;
+    let (mut wrong, mut right) = (CallConfig::new(), CallConfig::new());
+    wrong.swimlane = true;
+    right.swimlane = true;
+    right.output_prefix = Some("profile".into());
+    let mut unbuilt = Graph::new(|_: &dyn Orchestrator| panic!("a build under it"));
+    match rig.emulator.submit(RunId(1), &wrong, &mut unbuilt) {
+        Err(SubmitError::Backend(error)) => refused(&error, Call::Submit),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(rig.emulator.run_state(RunId(1)), RunState::Unknown);
+    let args = TaskArgs::new();
+    let mut graph = Graph::new(|o: &dyn Orchestrator| {
+        let one = o.submit_next_level(rig.nothing, &args, Some(&wrong), ChipId(0));
+        refused(&one.unwrap_err(), Call::SubmitNextLevel);
+        let group = o.submit_next_level_group(rig.nothing, std::slice::from_ref(&args), Some(&wrong), &[ChipId(0)]);
+        refused(&group.unwrap_err(), Call::SubmitNextLevelGroup);
+        let call = EntryCall { args: &[], config: &wrong, frame: 0 };
+        let Err(CallbackError::Backend(error)) = o.run_entry(entry, &call, &Nobody) else { panic!("it ran") };
+        refused(&error, Call::RunEntry);
+        o.submit_next_level(rig.nothing, &args, Some(&right), ChipId(1))
+    });
+    rig.emulator.submit(RunId(1), &right, &mut graph).unwrap();
+    assert_eq!(rig.wait(1), RunOutcome::success());
+    assert_eq!(rig.emulator.journal().count(|e| matches!(e, EventKind::TaskSubmit { .. })), 1);
     rig.close();
 }

@@ -178,6 +178,12 @@ pub trait BackendFactory: Send + Sync {
     fn shared_memory(&self) -> Option<Vec<String>> {
         None
     }
+
+    /// Bytes of device memory that each chip of this factory's backends has, where asking for more is known to be
+    /// harmless. `None` skips the rules that do.
+    fn device_memory(&self) -> Option<u64> {
+        None
+    }
 }
 
 impl<F: BackendFactory + ?Sized> BackendFactory for Box<F> {
@@ -207,6 +213,10 @@ impl<F: BackendFactory + ?Sized> BackendFactory for Box<F> {
 
     fn shared_memory(&self) -> Option<Vec<String>> {
         (**self).shared_memory()
+    }
+
+    fn device_memory(&self) -> Option<u64> {
+        (**self).device_memory()
     }
 }
 

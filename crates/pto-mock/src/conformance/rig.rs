@@ -15,7 +15,7 @@ use pto_simpler_sys::{
     SubmitError, TaskArgs, TensorArg, TensorPlace,
 };
 
-use super::{BackendFactory, BackendSpec, CreateError, HoldRun, Outcome, Stop};
+use super::{BackendFactory, BackendSpec, CreateError, GRACE, HoldRun, Outcome, Stop};
 use crate::kernels;
 
 /// Fails the rule with a message unless the condition holds.
@@ -237,6 +237,16 @@ impl<'f> Rig<'f> {
             Retention::Unsupported { missing } => Err(Stop::Skipped(format!("no retention: {missing}"))),
             _ => Ok(()),
         }
+    }
+
+    /// The device memory of each chip, where more may be asked for.
+    pub(super) fn needs_device_memory(&self) -> Result<u64, Stop> {
+        self.factory.device_memory().ok_or_else(|| Stop::Skipped("no known amount of device memory".into()))
+    }
+
+    /// How long to wait for what should not happen, or for what usually has happened by then.
+    pub(super) fn grace(&self) -> Duration {
+        self.factory.grace().min(GRACE)
     }
 
     pub(super) fn fresh_run(&self) -> RunId {

@@ -53,6 +53,12 @@ pub struct Graph<F> {
     pub error: Option<BackendError>,
 }
 
+impl<F: FnMut(&dyn Orchestrator) -> Result<(), BackendError>> Graph<F> {
+    pub fn new(build: F) -> Self {
+        Self { build, error: None }
+    }
+}
+
 impl<F: FnMut(&dyn Orchestrator) -> Result<(), BackendError>> GraphBuilder for Graph<F> {
     fn build(&mut self, orchestrator: &dyn Orchestrator) -> Result<(), BuildFailed> {
         (self.build)(orchestrator).map_err(|error| {
@@ -68,7 +74,7 @@ pub fn submit(
     run: u64,
     build: impl FnMut(&dyn Orchestrator) -> Result<(), BackendError>,
 ) -> Result<(), BackendError> {
-    let mut graph = Graph { build, error: None };
+    let mut graph = Graph::new(build);
     match backend.submit(RunId(run), &CallConfig::default(), &mut graph) {
         Ok(()) => Ok(()),
         Err(SubmitError::Backend(error)) => Err(error),

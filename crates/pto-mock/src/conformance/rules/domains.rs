@@ -1,11 +1,11 @@
 //! Communication domains that live for one run: validation, ranks, addresses, contents, and their end.
 
 use pto_simpler_sys::{
-    Access, Call, ChipId, DomainAllocation, DomainId, DomainRequest, DomainState, NamedBuffer, Orchestrator,
-    TensorPlace,
+    Access, Call, ChipId, DomainAllocation, DomainId, DomainRequest, DomainState, Effect, FailureKind, NamedBuffer,
+    Orchestrator, TensorPlace,
 };
 
-use super::super::rig::{Must, Rig, args, ensure, fresh, i32s, packed, refused, same};
+use super::super::rig::{Must, Rig, args, broken, ensure, fresh, i32s, packed, refused, same};
 use super::super::{BackendFactory, Outcome, Stop};
 use crate::kernels;
 
@@ -307,6 +307,61 @@ pub fn a_released_name_is_free_in_the_same_build(factory: &dyn BackendFactory) -
     for id in ids {
         same("state after the run", rig.backend.domain_state(id).must("domain_state")?, DomainState::Freed)?;
     }
+    rig.finish()
+}
+
+/// A released domain cannot be used any more, by copies or by tasks, although its memory is still there.
+pub fn a_released_domain_cannot_be_used(factory: &dyn BackendFactory) -> Outcome {
+    let rig = Rig::start(factory, 2)?;
+    let request = packed(2, &[64]);
+    let gone = rig.run(|o| {
+        let domain = rig.domain(o, &request)?;
+        rig.write(o, domain.place(0, 0)?, &[1; 64])?;
+        let copy = rig.copy(domain.place(0, 0)?, &[2; 64])?;
+        let out = rig.host(&[0; 64])?;
+        rig.backend.release_domain(domain.id).must("release_domain inside the build")?;
+        let state = rig.backend.domain_state(domain.id).must("domain_state")?;
+        same("state of a domain released during its run", state, DomainState::Released)?;
+        refused("copy into a released domain", Call::CopyTo, o.copy_to(&copy))?;
+        refused("copy out of a released domain", Call::CopyFrom, o.copy_from(out, domain.place(1, 0)?, 64))?;
+        let args = args([i32s(domain.tensor(0, 0)?, 16, Access::InOut)], [1]);
+        let result = o.submit_next_level(rig.callable(kernels::ADD)?, &args, None, ChipId(0));
+        refused("a task on a released domain", Call::SubmitNextLevel, result)?;
+        Ok(domain.id)
+    })?;
+    same("state after the run", rig.backend.domain_state(gone).must("domain_state")?, DomainState::Freed)?;
+    rig.is_usable()?;
+    rig.finish()
+}
+
+/// A domain for which a chip has no device memory left is a typed failure that leaves nothing, on no chip: the same
+/// request that fits is granted in the same build.
+pub fn a_domain_that_does_not_fit_leaves_nothing(factory: &dyn BackendFactory) -> Outcome {
+    let rig = Rig::start(factory, 2)?;
+    let most = rig.needs_device_memory()?;
+    // Rank 0 has room, rank 1 has not.
+    let full = rig.backend.alloc(ChipId(1), most - 4096).must("alloc")?;
+    let before = rig.committed()?;
+    let name = fresh("large");
+    let requested_bytes = 1_u64 << 16;
+    let id = rig.run(|o| {
+        let mut reply = DomainAllocation::new();
+        let Err(error) = o.allocate_domain(&name, &packed(2, &[requested_bytes]), &mut reply) else {
+            return broken(format!("{requested_bytes} bytes where 4096 are left: {:?}", reply.id()));
+        };
+        let failure = error.runtime().must("runtime failure")?;
+        same("kind", failure.kind, FailureKind::OutOfDeviceMemory { requested_bytes })?;
+        same("chip", failure.chip, Some(ChipId(1)))?;
+        same("effect", failure.effect, Effect::None)?;
+        ensure!(!error.must_reprepare(), "a domain that does not fit is reported as final: {error:?}");
+        same("committed device memory", rig.committed()?, before.clone())?;
+        o.allocate_domain(&name, &packed(2, &[64]), &mut reply).must("allocate a smaller one of the same name")?;
+        reply.id().must("id")
+    })?;
+    same("state after the run", rig.backend.domain_state(id).must("domain_state")?, DomainState::Freed)?;
+    rig.backend.free(full).must("free")?;
+    rig.run(|o| rig.domain(o, &packed(2, &[requested_bytes])).map(|_| ()))?;
+    rig.is_usable()?;
     rig.finish()
 }
 

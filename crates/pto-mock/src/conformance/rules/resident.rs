@@ -1,8 +1,10 @@
 //! Device memory that outlives runs, and the account of what a chip has committed.
 
-use pto_simpler_sys::{Call, ChipId, CopySource, CopyTo, DeviceBufferId, DevicePlace, TensorPlace};
+use pto_simpler_sys::{
+    Call, ChipId, CopySource, CopyTo, DeviceBufferId, DevicePlace, Effect, FailureKind, TensorPlace,
+};
 
-use super::super::rig::{Must, Rig, ensure, refused, same, to_i32};
+use super::super::rig::{Must, Rig, broken, ensure, refused, same, to_i32};
 use super::super::{BackendFactory, Outcome};
 
 /// Resident memory is zero when it is allocated, also after a dirty predecessor.
@@ -101,5 +103,30 @@ pub fn committed_memory_grows_and_shrinks(factory: &dyn BackendFactory) -> Outco
     rig.backend.free(large).must("free")?;
     rig.backend.free(small).must("free")?;
     same("committed after freeing", rig.committed()?, before)?;
+    rig.finish()
+}
+
+/// Device memory that a chip does not have is a typed failure, with the size and the chip, and leaves nothing.
+pub fn device_memory_that_does_not_fit_is_a_typed_failure(factory: &dyn BackendFactory) -> Outcome {
+    let rig = Rig::start(factory, 2)?;
+    let most = rig.needs_device_memory()?;
+    let kept = rig.backend.alloc(ChipId(0), 4096).must("alloc")?;
+    let before = rig.committed()?;
+    for (chip, requested_bytes) in [(0, most), (1, most + 1), (0, u64::MAX)] {
+        let error = match rig.backend.alloc(ChipId(chip), requested_bytes) {
+            Err(error) => error,
+            Ok(id) => return broken(format!("{requested_bytes} bytes on chip {chip}: {id:?}")),
+        };
+        let failure = error.runtime().must("runtime failure")?;
+        same("kind", failure.kind, FailureKind::OutOfDeviceMemory { requested_bytes })?;
+        same("chip", failure.chip, Some(ChipId(chip)))?;
+        same("effect", failure.effect, Effect::None)?;
+        ensure!(!error.must_reprepare(), "memory that does not fit is reported as final: {error:?}");
+        same("committed device memory", rig.committed()?, before.clone())?;
+    }
+    rig.backend.free(kept).must("free")?;
+    let all = rig.backend.alloc(ChipId(0), most).must("alloc all of it")?;
+    rig.backend.free(all).must("free")?;
+    rig.is_usable()?;
     rig.finish()
 }

@@ -1,6 +1,6 @@
 //! Retained domains: found again, kept between successful runs, freed after failed ones, released by the caller.
 
-use pto_simpler_sys::{Call, ChipId, DomainAllocation, DomainId, DomainState, SubmitError, TensorPlace};
+use pto_simpler_sys::{Call, ChipId, DomainAllocation, DomainId, DomainState, Retention, SubmitError, TensorPlace};
 
 use super::super::rig::{Domain, Must, Rig, broken, ensure, fresh, packed, refused, same};
 use super::super::{BackendFactory, Outcome, Stop};
@@ -296,5 +296,28 @@ pub fn close_frees_retained_domains(factory: &dyn BackendFactory) -> Outcome {
     rig.backend.close().must("close")?;
     same("state after close", state(&rig, domain.id)?, DomainState::Freed)?;
     rig.backend.release_domain(domain.id).must("release_domain after close")?;
+    rig.finish()
+}
+
+/// Where the capabilities say that domains cannot be retained, the retaining call is refused with what is missing,
+/// whether or not it asks to retain, and nothing else changes.
+pub fn retention_that_is_unsupported_is_refused(factory: &dyn BackendFactory) -> Outcome {
+    let rig = Rig::start(factory, 2)?;
+    let Retention::Unsupported { missing } = rig.caps().retention.clone() else {
+        return Err(Stop::Skipped("domains can be retained".into()));
+    };
+    let (name, request) = (fresh("unkept"), packed(2, &[64]));
+    rig.run(|o| {
+        let mut reply = DomainAllocation::new();
+        for retain in [true, false] {
+            let result = o.get_or_allocate_domain(&name, &request, retain, &mut reply);
+            let message = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
+            refused("a retained domain", Call::GetOrAllocateDomain, result)?;
+            ensure!(message.contains(&*missing), "the refusal does not name {missing:?}: {message:?}");
+            same("id of the reply", reply.id(), None)?;
+        }
+        o.allocate_domain(&name, &request, &mut reply).must("allocate under the refused name")
+    })?;
+    rig.is_usable()?;
     rig.finish()
 }

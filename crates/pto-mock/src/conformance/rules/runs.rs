@@ -111,6 +111,45 @@ pub fn a_run_id_is_used_once(factory: &dyn BackendFactory) -> Outcome {
     rig.finish()
 }
 
+/// Two submissions under one id that wait for their turn together give one run: the other one is refused before it
+/// builds anything, although the id was free when it came.
+pub fn two_submissions_under_one_id_give_one_run(factory: &dyn BackendFactory) -> Outcome {
+    let rig = Rig::start(factory, 1)?;
+    let (first, second) = (rig.fresh_run(), rig.fresh_run());
+    let builds = AtomicU32::new(0);
+    let twice = || {
+        let mut built = Built::new(|_| {
+            builds.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        });
+        rig.backend.submit(second, &CallConfig::new(), &mut built)
+    };
+    let (result, results) = thread::scope(|scope| {
+        let mut others = Vec::new();
+        // Both find the id free, because this build has to end before either of them can have it.
+        let (result, _) = rig.attempt(first, |_| {
+            others.extend((0..2).map(|_| scope.spawn(twice)));
+            thread::sleep(rig.grace());
+            Ok(())
+        });
+        let results: Vec<_> = others.into_iter().map(|other| other.join().must("submitting thread")).collect();
+        (result, results)
+    });
+    result.must("submit")?;
+    let results = results.into_iter().collect::<Result<Vec<_>, _>>()?;
+    same("submissions that were accepted", results.iter().filter(|result| result.is_ok()).count(), 1)?;
+    rig.note_accepted(second);
+    for result in results.into_iter().filter(Result::is_err) {
+        refused_submit("submit under an id that was taken meanwhile", result)?;
+    }
+    same("builds under that id", builds.load(Ordering::SeqCst), 1)?;
+    rig.succeeds(first)?;
+    rig.succeeds(second)?;
+    same("ends of the run", rig.ends.count(second), 1)?;
+    rig.is_usable()?;
+    rig.finish()
+}
+
 /// `run_state` says unknown, running, ended.
 pub fn run_state_follows_a_run(factory: &dyn BackendFactory) -> Outcome {
     let rig = Rig::start(factory, 1)?;

@@ -1,9 +1,11 @@
 //! Tasks: what a submission refuses, groups, failures, sub-workers, scratch and scopes.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use pto_simpler_sys::{
-    Access, BackendError, BuildFailed, Call, CallableId, CallbackError, ChipId, DataType, DomainRequest,
-    FailureKind, Family, NamedBuffer, Orchestrator, RunState, ScratchId, Shape, SubmitError, TaskArgs, TensorArg,
-    TensorPlace,
+    Access, BackendError, BuildFailed, Call, CallConfig, CallableId, CallbackError, ChipId, DataType,
+    DomainAllocation, DomainRequest, EntryCall, EntryHost, FailureKind, Family, NamedBuffer, Orchestrator,
+    RunState, ScratchId, Shape, SubmitError, TaskArgs, TensorArg, TensorPlace,
 };
 
 use super::super::rig::{Must, Rig, args, broken, ensure, i32s, packed, refused, refused_error, same};
@@ -109,6 +111,59 @@ pub fn a_wrong_number_of_arguments_is_refused(factory: &dyn BackendFactory) -> O
         }
         Ok(())
     })
+}
+
+/// Arguments over a limit of the capabilities are refused, whoever would take them, and nothing is queued: a runtime
+/// that gets them loses the process that they were meant for. A callable of the library that no limit allows is
+/// refused with the right arguments, too; a group is refused with its members.
+pub fn arguments_over_a_limit_are_refused(factory: &dyn BackendFactory) -> Outcome {
+    let rig = Rig::start(factory, 1)?;
+    let limits = rig.caps().limits;
+    let tensor = i32s(TensorPlace::Host(rig.host(&[0; 64])?), 1, Access::InOut);
+    let many = |tensors: u64, scalars: u64| {
+        let mut args = TaskArgs::new();
+        (0..tensors).for_each(|_| {
+            args.tensor(tensor);
+        });
+        (0..scalars).for_each(|value| {
+            args.scalar(value);
+        });
+        args
+    };
+    // A scalar takes at least its own 8 bytes.
+    let heavy = limits.argument_bytes / 8 + 1;
+    rig.run(|o| {
+        let refused_both = |what: String, callable, args: TaskArgs| {
+            refused_task(&what, o.submit_next_level(callable, &args, None, ChipId(0)))?;
+            let group = o.submit_next_level_group(callable, &[args], None, &[ChipId(0)]);
+            refused_group(&format!("{what}, in a group"), group)
+        };
+        let add = rig.callable(kernels::ADD)?;
+        for (tensors, scalars) in [
+            (u64::from(limits.tensors) + 1, 1),
+            (1, u64::from(limits.scalars) + 1),
+            (u64::from(limits.tensors) + 1, u64::from(limits.scalars) + 1),
+            (1, heavy),
+        ] {
+            // What is practically no limit is not looked for.
+            if tensors + scalars > 1 << 16 {
+                continue;
+            }
+            let what = format!("{tensors} tensors and {scalars} scalars under {limits:?}");
+            refused_both(what, add, many(tensors, scalars))?;
+        }
+        for name in kernels::CHIP {
+            let signature = kernels::signature(name);
+            let (tensors, scalars) = (signature.tensors.len() as u64, u64::from(signature.scalars));
+            if tensors > limits.tensors.into() || scalars > limits.scalars.into() || scalars >= heavy {
+                let what = format!("{name} under {limits:?}");
+                refused_both(what, rig.callable(name)?, many(tensors, scalars))?;
+            }
+        }
+        Ok(())
+    })?;
+    rig.is_usable()?;
+    rig.finish()
 }
 
 /// A tensor outside its memory is refused: too long, an offset beyond the end, sizes that overflow.
@@ -374,6 +429,39 @@ pub fn scratch_ends_with_its_run(factory: &dyn BackendFactory) -> Outcome {
         refused_task("scratch of an earlier run", result)
     })?;
     rig.finish()
+}
+
+/// An entry that is none is refused: an id that was never given out, a callable of another kind. The host is not
+/// asked for anything.
+pub fn an_entry_that_is_none_is_refused(factory: &dyn BackendFactory) -> Outcome {
+    struct Untouched(AtomicBool);
+    impl EntryHost for Untouched {
+        fn open(&self) -> Result<(), BuildFailed> {
+            self.0.store(true, Ordering::Relaxed);
+            Err(BuildFailed)
+        }
+
+        fn domain(&self, _: &str, _: &DomainRequest, _: &mut DomainAllocation) -> Result<(), BuildFailed> {
+            self.0.store(true, Ordering::Relaxed);
+            Err(BuildFailed)
+        }
+    }
+    all_refused(factory, 1, |rig, o| {
+        let host = Untouched(AtomicBool::new(false));
+        let config = CallConfig::new();
+        let call = EntryCall { args: &[], config: &config, frame: 0 };
+        for (what, id) in [
+            ("an unknown callable", CallableId::new(u32::MAX, u32::MAX)),
+            ("a chip kernel", rig.callable(kernels::ADD)?),
+        ] {
+            match o.run_entry(id, &call, &host) {
+                Err(CallbackError::Backend(error)) => refused_error(what, Call::RunEntry, &error)?,
+                other => return broken(format!("{what} as an entry: {other:?}")),
+            }
+        }
+        ensure!(!host.0.load(Ordering::Relaxed), "the host was asked by an entry that is none");
+        Ok(())
+    })
 }
 
 /// Tasks in nested scopes run like others, in order.
