@@ -5,7 +5,8 @@
 //! ```
 //!
 //! Options: `--backend emulator|simpler|standin` (default `simpler`), `--iterations N` (default 100), `--words N`
-//! (default 1024). The environment variables of `pto_tests::simpler` apply; with a Simpler that lacks the public
+//! (default 1024), `--host-time` (also tell which share of `submit` is the runtime's own; not on the emulator, which
+//! is no layer below ours but all there is). The environment variables of `pto_tests::simpler` apply; with a Simpler that lacks the public
 //! retention call, set `PTO_RETENTION=legacy`. Every rank's result is checked element by element in every dispatch;
 //! any mismatch makes the exit code non-zero.
 
@@ -21,6 +22,7 @@ use pto_mock::Emulator;
 use pto_simpler_sys::python::SimplerBackend;
 use pto_simpler_sys::{Access, Backend, CallableSpec, DataType, DomainRequest, NamedBuffer, Retention, Signature};
 use pto_tests::simpler::{self, Runtime};
+use pyo3::prelude::*;
 
 const CHIPS: u32 = 2;
 const ARRIVALS_BYTES: u64 = 64;
@@ -124,6 +126,20 @@ fn make(backend: &str) -> Result<Arc<dyn Backend>, Box<dyn Error>> {
     Ok(Arc::new(backend))
 }
 
+/// Wraps the runtime's calls on the path of a dispatch with a clock, before a backend resolves them.
+fn time_runtime(runtime: Runtime) -> Result<(), Box<dyn Error>> {
+    // Starts the interpreter and runs the prelude.
+    drop(SimplerBackend::new(simpler::options(runtime, CHIPS, 0))?);
+    Python::attach(|py| py.import("pto_preludes")?.call_method0("time_runtime").map(drop))?;
+    Ok(())
+}
+
+/// The host time that has been spent inside the runtime since the last call.
+fn spent_in_runtime() -> Result<Duration, Box<dyn Error>> {
+    let seconds: f64 = Python::attach(|py| py.import("pto_preludes")?.call_method0("take")?.extract())?;
+    Ok(Duration::from_secs_f64(seconds.max(0.0)))
+}
+
 struct Row {
     mode: &'static str,
     allocations: u64,
@@ -132,11 +148,14 @@ struct Row {
     staging: u64,
     submit: Vec<Duration>,
     total: Vec<Duration>,
+    /// Of each submit, what was not spent in the runtime.
+    ours: Vec<Duration>,
     mismatches: u64,
 }
 
 fn measure(
     backend: &str,
+    host_time: bool,
     mode: &'static str,
     options: &Options,
     size: u32,
@@ -161,6 +180,7 @@ fn measure(
         staging: 0,
         submit: Vec::new(),
         total: Vec::new(),
+        ours: Vec::new(),
         mismatches: 0,
     };
     for iteration in 0..iterations {
@@ -174,9 +194,16 @@ fn measure(
             }
             buffer.write(0, &bytes(&part))?;
         }
+        if host_time {
+            spent_in_runtime()?;
+        }
         let start = Instant::now();
         let dispatch = worker.submit(id, &args)?;
-        row.submit.push(start.elapsed());
+        let submit = start.elapsed();
+        row.submit.push(submit);
+        if host_time {
+            row.ours.push(submit.saturating_sub(spent_in_runtime()?));
+        }
         dispatch.wait()?;
         row.total.push(start.elapsed());
         let mut found = vec![0; nbytes as usize];
@@ -197,6 +224,7 @@ fn measure(
     worker.close()?;
     row.submit.sort();
     row.total.sort();
+    row.ours.sort();
     Ok(row)
 }
 
@@ -206,7 +234,7 @@ fn percentile(sorted: &[Duration], p: usize) -> f64 {
 
 fn run() -> Result<bool, Box<dyn Error>> {
     let mut backend = "simpler".to_owned();
-    let (mut iterations, mut size) = (100, 1024);
+    let (mut iterations, mut size, mut host_time) = (100, 1024, false);
     let mut arguments = std::env::args().skip(1);
     while let Some(option) = arguments.next() {
         let mut value = || arguments.next().ok_or_else(|| format!("{option} needs a value"));
@@ -214,15 +242,23 @@ fn run() -> Result<bool, Box<dyn Error>> {
             "--backend" => backend = value()?,
             "--iterations" => iterations = value()?.parse()?,
             "--words" => size = value()?.parse()?,
+            "--host-time" => host_time = true,
             _ => return Err(format!("unknown option {option:?}; see the head of this file").into()),
         }
     }
     if iterations == 0 || size == 0 {
         return Err("--iterations and --words take at least 1".into());
     }
+    if host_time {
+        match &*backend {
+            "simpler" => time_runtime(Runtime::Simpler)?,
+            "standin" => time_runtime(Runtime::StandIn)?,
+            _ => return Err("--host-time needs --backend simpler or standin".into()),
+        }
+    }
     let rows = [
-        measure(&backend, "domains per request", &Options::ordinary(), size, iterations)?,
-        measure(&backend, "persistent, reset", &Options::persistent(), size, iterations)?,
+        measure(&backend, host_time, "domains per request", &Options::ordinary(), size, iterations)?,
+        measure(&backend, host_time, "persistent, reset", &Options::persistent(), size, iterations)?,
     ];
     println!(
         "{:<20} {:>6} {:>7} {:>12} {:>9} {:>17} {:>17} {:>10}",
@@ -248,6 +284,15 @@ fn run() -> Result<bool, Box<dyn Error>> {
             percentile(&row.total, 50),
             percentile(&row.total, 99),
             row.mismatches
+        );
+    }
+    for row in rows.iter().filter(|row| !row.ours.is_empty()) {
+        println!(
+            "{}: of submit, {:.3} ms are spent above the runtime (p50; p10 {:.3}, p90 {:.3})",
+            row.mode,
+            percentile(&row.ours, 50),
+            percentile(&row.ours, 10),
+            percentile(&row.ours, 90)
         );
     }
     let ratio = percentile(&rows[0].total, 50) / percentile(&rows[1].total, 50).max(f64::MIN_POSITIVE);

@@ -61,3 +61,65 @@ def report(args):
 
 def takes_two(first, second):
     raise AssertionError("never called")
+
+
+# Seconds that the host has spent inside the runtime since the last `take`; see `time_runtime`.
+_spent = 0.0
+
+
+def time_runtime():
+    """Adds up the host time of a dispatch that is the runtime's own: in `Worker.submit` less the callback that it
+    makes, and in the calls that the callback makes."""
+    import time
+
+    from simpler.orchestrator import Orchestrator
+    from simpler.worker import Worker
+
+    clock = time.perf_counter
+
+    def add(seconds):
+        global _spent
+        _spent += seconds
+
+    def timed_submit(submit):
+        def call(self, graph, *args, **kwargs):
+            inside = 0.0
+
+            def timed_graph(*graph_args):
+                nonlocal inside
+                start = clock()
+                try:
+                    return graph(*graph_args)
+                finally:
+                    inside += clock() - start
+
+            start = clock()
+            try:
+                return submit(self, timed_graph, *args, **kwargs)
+            finally:
+                add(clock() - start - inside)
+
+        return call
+
+    def timed(method):
+        def call(*args, **kwargs):
+            start = clock()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                add(clock() - start)
+
+        return call
+
+    Worker.submit = timed_submit(Worker.submit)
+    names = ("allocate_domain", "get_or_allocate_domain", "copy_to", "submit_next_level", "submit_next_level_group")
+    for name in names:
+        if hasattr(Orchestrator, name):
+            setattr(Orchestrator, name, timed(getattr(Orchestrator, name)))
+
+
+def take():
+    """What has been added up, in seconds; from here on it starts at zero."""
+    global _spent
+    spent, _spent = _spent, 0.0
+    return spent

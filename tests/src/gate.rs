@@ -8,7 +8,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 
 /// How long a test may take before its process is aborted: a guard against hangs, far above what any test needs.
-pub const HANG_GUARD: Duration = Duration::from_secs(120);
+pub const HANG_GUARD: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Default)]
 struct Inner {

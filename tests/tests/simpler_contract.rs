@@ -246,6 +246,38 @@ alone!(abandon_after_a_killed_chip_leaves_nothing, || {
     bench.backend.close().unwrap();
 });
 
+/// A killed process no longer shows what it had mapped, and this domain has no other member that does.
+fn window_of_a_killed_chip(end: impl FnOnce(&Bench)) {
+    let bench = Bench::new(options(1, 0), &[]);
+    let out = bench.backend.create_buffer(4).unwrap();
+    let mut reply = DomainAllocation::new();
+    bench
+        .submit(1, |o| {
+            o.allocate_domain("alone", &signal_window(1), &mut reply)?;
+            bench.handshake(o, &reply, 0, out, 1)
+        })
+        .unwrap();
+    let (_, pid) = bench.backend.chip_processes()[0];
+    kill(pid);
+    assert!(bench.end().1.result.is_err());
+    end(&bench);
+    assert_eq!(bench.backend.domain_state(reply.id().unwrap()).unwrap(), DomainState::Freed);
+}
+
+alone!(abandon_removes_the_window_of_a_killed_chip, || {
+    window_of_a_killed_chip(|bench| {
+        let report = bench.backend.abandon();
+        assert!(report.left.is_empty(), "{report:?}");
+    });
+});
+
+alone!(close_removes_the_window_of_a_killed_chip, || {
+    window_of_a_killed_chip(|bench| {
+        println!("close: {:?}", bench.backend.close());
+        bench.backend.close().unwrap();
+    });
+});
+
 alone!(an_attached_thread_is_refused_before_anything_waits, || {
     let bench = Bench::new(options(1, 0), &[]);
     Python::attach(|_| {

@@ -98,7 +98,6 @@ impl<'a> SimplerOrchestrator<'a> {
         let domain = Domain::read(py, self.run, name, request, handle)
             .map_err(|e| self.shared.failure(py, call, &e, Effect::Done))?;
         let id = self.shared.domains.lock().add(domain);
-        self.shared.children.note_windows();
         Ok(id)
     }
 

@@ -1,7 +1,8 @@
 //! The processes that a worker started, and the shared memory that they and it have linked.
 //!
-//! Only these are ever signalled or unlinked: processes by the ids that the worker itself reports, shared memory by
-//! names found mapped in those very processes or reported by the worker.
+//! Only these are ever signalled or unlinked: processes by the ids that the worker itself reports; shared memory by
+//! names that the worker reports, that are found mapped in those very processes, or that are windows of this process
+//! which no living process has mapped any more.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -118,22 +119,14 @@ impl Children {
         }
     }
 
-    /// Takes note of the shared memory that the chip processes have mapped now (the windows of their domains), so
-    /// that it can still be found when they are gone.
-    pub(crate) fn note_windows(&self) {
+    /// Takes note of the windows that the chip processes have mapped now, so that they can still be found when these
+    /// are gone.
+    fn note_windows(&self) {
         let pids: Vec<i32> = self.chips.lock().keys().copied().collect();
-        let ours = format!("simpler_{:08x}_", std::process::id());
-        let mut found = BTreeSet::new();
         for pid in pids {
-            let Ok(maps) = std::fs::read_to_string(format!("/proc/{pid}/maps")) else { continue };
-            found.extend(
-                maps.lines()
-                    .filter_map(|line| line.split_once("/dev/shm/"))
-                    .map(|(_, name)| name.trim_end_matches(" (deleted)").to_owned())
-                    .filter(|name| name.starts_with(&ours)),
-            );
+            let found = windows_mapped_by(pid);
+            self.names.lock().extend(found);
         }
-        self.names.lock().extend(found);
     }
 
     /// Ends all chip processes by force and leaves their remains to the runtime, whose calls that wait for them then
@@ -152,6 +145,7 @@ impl Children {
     /// Ends every process of the worker by force, reaps them within `limit` and unlinks their shared memory. Returns
     /// the chips that were still alive and what is left.
     pub(crate) fn destroy(&self, limit: Duration) -> (Vec<ChipId>, Vec<String>) {
+        let deserted = deserted_windows();
         let ended = self.end_chips();
         let subs: Vec<i32> = self.subs.lock().iter().copied().collect();
         for pid in subs.iter().filter(|pid| death_of(**pid).is_none()) {
@@ -159,16 +153,12 @@ impl Children {
             let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
         let deadline = Instant::now() + limit;
-        let mut waiting: Vec<i32> = self.chips.lock().keys().copied().chain(subs).collect();
-        loop {
-            waiting.retain(|pid| {
-                matches!(waitpid(Pid::from_raw(*pid), Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
-            });
-            if waiting.is_empty() || Instant::now() >= deadline {
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let all = self.chips.lock().keys().copied().chain(subs).collect::<Vec<i32>>();
+        let waiting: Vec<i32> = all.into_iter().filter(|pid| !reap(*pid, deadline)).collect();
+        // Windows of members that had died before. A window of another worker of this process that is just being
+        // made is mapped a moment after it gets its name, so it is not deserted twice.
+        let still = deserted_windows();
+        self.own_names(deserted.into_iter().filter(|name| still.contains(name)));
         let mut left: Vec<String> = waiting.iter().map(|pid| format!("process {pid}")).collect();
         for name in std::mem::take(&mut *self.names.lock()) {
             match shm_unlink(format!("/{name}").as_str()) {
@@ -190,6 +180,55 @@ impl Children {
     fn watch(&self) -> Vec<OwnedFd> {
         self.chips.lock().keys().filter_map(|pid| pidfd(*pid)).collect()
     }
+}
+
+/// What the names of this process's windows begin with.
+fn window_prefix() -> String {
+    format!("simpler_{:08x}_", std::process::id())
+}
+
+/// The windows of this process that the process `pid` has mapped.
+fn windows_mapped_by(pid: i32) -> BTreeSet<String> {
+    let Ok(maps) = std::fs::read_to_string(format!("/proc/{pid}/maps")) else { return BTreeSet::new() };
+    let ours = window_prefix();
+    maps.lines()
+        .filter_map(|line| line.split_once("/dev/shm/"))
+        .map(|(_, name)| name.trim_end_matches(" (deleted)").to_owned())
+        .filter(|name| name.starts_with(&ours))
+        .collect()
+}
+
+/// The windows of this process that have a name but are mapped by no process.
+fn deserted_windows() -> BTreeSet<String> {
+    let ours = window_prefix();
+    let names = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    let mut names: BTreeSet<String> =
+        names.filter_map(|e| e.file_name().into_string().ok()).filter(|name| name.starts_with(&ours)).collect();
+    if names.is_empty() {
+        return names;
+    }
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    for pid in processes.filter_map(|e| e.file_name().to_str()?.parse::<i32>().ok()) {
+        for mapped in windows_mapped_by(pid) {
+            names.remove(&mapped);
+        }
+    }
+    names
+}
+
+/// Waits for the end of a child until `deadline`, and reaps it; whether it is gone.
+fn reap(pid: i32, deadline: Instant) -> bool {
+    if let Some(end) = pidfd(pid) {
+        loop {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            let timeout = PollTimeout::try_from(rest).unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(end.as_fd(), PollFlags::POLLIN)], timeout) {
+                Err(Errno::EINTR) => {}
+                _ => break,
+            }
+        }
+    }
+    !matches!(waitpid(Pid::from_raw(pid), Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
 }
 
 /// How a child has ended, if it has. Does not reap it: that is the runtime's business.
