@@ -157,7 +157,7 @@ impl RunEvents for Ends {
 #[deny(clippy::missing_trait_methods)]
 impl Backend for Spy {
     pto_simpler_sys::forward_backend!(
-        inner: capabilities, create_buffer, create_zeros, write_buffer, read_buffer, fill_buffer, alloc, copy_to, copy_from, domain_state, committed_device_memory,
+        inner: capabilities, phase, create_buffer, create_zeros, write_buffer, read_buffer, fill_buffer, alloc, copy_to, copy_from, domain_state, committed_device_memory,
     );
 
     fn check_blocking(&self) -> Result<(), BackendError> {

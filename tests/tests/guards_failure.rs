@@ -7,9 +7,9 @@ use pto_dispatch::{Args, Error, HostBuffer, Options, Parameter, PreparedWorker, 
 use pto_mock::mocks::{MockBackend, MockOrchestrator};
 use pto_mock::{EventKind, Fault, FaultEffect, FreeCause};
 use pto_simpler_sys::{
-    Backend, BufferWindow, Call, Capabilities, ChipId, CopyResult, Depth, DomainId, DomainRequest, DomainState,
-    FailureKind, Family, MemberWindow, NamedBuffer, Negotiated, RunEvents, RunId, RunOutcome, RunState,
-    RuntimeFailure, SubmitError,
+    Backend, BackendPhase, BufferWindow, Call, Capabilities, ChipId, CopyResult, Depth, DomainId, DomainRequest,
+    DomainState, FailureKind, Family, MemberWindow, NamedBuffer, Negotiated, RunEvents, RunId, RunOutcome,
+    RunState, RuntimeFailure, SubmitError,
 };
 use pto_tests::gate::Gate;
 use pto_tests::parked;
@@ -325,6 +325,7 @@ fn backend(lie: Lie) -> MockBackend {
     let reported = Arc::clone(&events);
     let mut backend = MockBackend::new();
     backend.expect_capabilities().return_const(capabilities);
+    backend.expect_phase().return_const(BackendPhase::New);
     backend.expect_check_blocking().returning(|| Ok(()));
     backend.expect_start().returning(move |to| {
         *events.lock().unwrap() = Some(to);

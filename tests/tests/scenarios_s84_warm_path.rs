@@ -15,11 +15,11 @@ use pto_dispatch::{
     Args, Build, Error, Options, Parameter, PreparedWorker, Program, ProgramResult, ProgramSpec, Staging,
 };
 use pto_simpler_sys::{
-    AbandonReport, Access, Backend, BackendError, BufferWindow, Call, CallConfig, CallableId, CallableSpec,
-    Capabilities, ChipId, CopyGranularity, CopyResult, CopyTo, DataType, Depth, DeviceBufferId, DevicePlace,
-    DomainAllocation, DomainId, DomainRequest, DomainState, EntryCall, EntryHost, GraphBuilder, HostBufferId,
-    MemberWindow, NamedBuffer, Negotiated, Orchestrator, Registered, RunEvents, RunId, RunOutcome, RunState,
-    ScratchId, Signature, SubmitError, TaskArgs,
+    AbandonReport, Access, Backend, BackendError, BackendPhase, BufferWindow, Call, CallConfig, CallableId,
+    CallableSpec, Capabilities, ChipId, CopyGranularity, CopyResult, CopyTo, DataType, Depth, DeviceBufferId,
+    DevicePlace, DomainAllocation, DomainId, DomainRequest, DomainState, EntryCall, EntryHost, GraphBuilder,
+    HostBufferId, MemberWindow, NamedBuffer, Negotiated, Orchestrator, Registered, RunEvents, RunId, RunOutcome,
+    RunState, ScratchId, Signature, SubmitError, TaskArgs,
 };
 use pto_tests::gate::{Gate, HangGuard};
 
@@ -70,6 +70,9 @@ impl Silent {
 impl Backend for Silent {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
+    }
+    fn phase(&self) -> BackendPhase {
+        if self.events.get().is_some() { BackendPhase::Ready } else { BackendPhase::New }
     }
     fn check_blocking(&self) -> Result<()> {
         Ok(())

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use pto_domain::{DomainError, RequestError, TableError};
 use pto_reset::ResetError;
-use pto_simpler_sys::{BackendError, ChipId, Effect, Family};
+use pto_simpler_sys::{BackendError, BackendPhase, ChipId, Effect, Family};
 
 use crate::program::DispatchId;
 
@@ -47,6 +47,14 @@ pub enum Error {
     /// `reset = true` without `persistent`.
     #[error("reset needs persistent execution: set persistent, or leave reset unset")]
     ResetWithoutPersistence,
+    /// The backend has a life of its own already: another worker was prepared on it, or somebody started or closed it.
+    #[error(
+        "the backend is {phase:?} and not this worker's to start: prepare each worker on a backend of its own, in New"
+    )]
+    BackendInUse {
+        /// Where it is in its life.
+        phase: BackendPhase,
+    },
     /// The backend cannot keep domains between runs.
     #[error(
         "persistent execution needs retention, and this backend lacks `{missing}`: choose another retention or prepare without persistent"

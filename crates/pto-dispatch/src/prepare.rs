@@ -6,24 +6,27 @@
 //!    range-copying backend.
 //! 4. The backend starts.
 //!
-//! A failure at any step closes what was opened, once, and reports the first error.
+//! A failure at any step closes what was opened, once, and reports the first error; so does a panic, which goes on in the
+//! caller. A backend that is not in `New` belongs to somebody else and is left as it is.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use pto_domain::{DomainTable, ProgramIndex};
 use pto_reset::Method;
 use pto_simpler_sys::{
-    Backend, BackendError, Call, CallableKind, Capabilities, FRAMES, HostBufferId, Registered, Retention,
+    Backend, BackendError, BackendPhase, Call, CallableKind, Capabilities, FRAMES, HostBufferId, Registered,
+    Retention,
 };
 
 use crate::completion::CellPool;
 use crate::error::Error;
 use crate::finish::Sink;
 use crate::frame::Admission;
-use crate::inner::{Callable, Failures, FrameSlot, Inner, OpeningPlan, PreparedProgram, guarded};
+use crate::inner::{Callable, Failures, FrameSlot, Inner, OpeningPlan, PreparedProgram, guarded, panic_text};
 use crate::options::{Mode, Options};
-use crate::program::{Program, Target};
+use crate::program::{Program, ProgramSpec, Target};
 use crate::shutdown::{Shutdown, close_after};
 use crate::staging::StagingCache;
 use crate::sync::{AtomicUsize, Mutex, Rank};
@@ -36,14 +39,49 @@ pub(crate) fn prepare(
     options: &Options,
     backend: impl FnOnce(Option<&Target>) -> Result<Arc<dyn Backend>, BackendError>,
 ) -> Result<Arc<Inner>, Error> {
-    let target = check_programs(programs)?;
+    // Asked for once, and while there is nothing to give back: it is the user's code.
+    let programs: Vec<Declared> = programs.iter().map(|program| (program, program.spec())).collect();
+    let target = check_programs(&programs)?;
     let mode = options.resolve()?;
     let backend = backend(target)?;
-    prepare_on(programs, mode, target, Arc::clone(&backend)).map_err(|first| close_after(&*backend, first))
+    let phase = guarded(Call::Start, || Ok(backend.phase()))?;
+    if phase != BackendPhase::New {
+        return Err(Error::BackendInUse { phase });
+    }
+    let prepared = catch_unwind(AssertUnwindSafe(|| prepare_on(&programs, mode, target, Arc::clone(&backend))));
+    let first = match prepared {
+        Ok(Ok(inner)) => return Ok(inner),
+        Ok(Err(first)) => first,
+        Err(payload) => {
+            let text = format!("the preparation panicked: {}", panic_text(&*payload));
+            close_after(&*backend, Error::broken(text));
+            resume_unwind(payload);
+        }
+    };
+    match taken_over(&*backend, &first) {
+        Some(phase) => Err(Error::BackendInUse { phase }),
+        None => Err(close_after(&*backend, first)),
+    }
 }
 
+/// Whether another thread has started or closed the backend between our look at its phase and this failure; it is
+/// theirs then, and not ours to close. A start that did anything at all is our own.
+fn taken_over(backend: &dyn Backend, first: &Error) -> Option<BackendPhase> {
+    let Error::Backend(BackendError::Misuse(refused)) = first else { return None };
+    let phase = guarded(Call::Start, || Ok(backend.phase())).ok()?;
+    let elsewhere = matches!(
+        phase,
+        BackendPhase::Starting | BackendPhase::Ready | BackendPhase::Closing | BackendPhase::Closed
+    );
+    tracing::debug!(%refused, ?phase, "a failed preparation");
+    elsewhere.then_some(phase)
+}
+
+/// A program and what it declares.
+type Declared<'a> = (&'a Arc<dyn Program>, &'a ProgramSpec);
+
 fn prepare_on(
-    programs: &[Arc<dyn Program>],
+    programs: &[Declared<'_>],
     mode: Mode,
     target: Option<&Target>,
     backend: Arc<dyn Backend>,
@@ -58,7 +96,7 @@ fn prepare_on(
     {
         return Err(Error::NoRetention { missing: Arc::clone(missing) });
     }
-    let requested = programs.iter().map(|p| p.spec().callables.len()).sum();
+    let requested = programs.iter().map(|(_, spec)| spec.callables.len()).sum();
     let permitted = capabilities.limits.callables;
     if requested > permitted as usize {
         return Err(Error::TooManyCallables { requested, permitted });
@@ -67,7 +105,7 @@ fn prepare_on(
     let prepared = programs
         .iter()
         .enumerate()
-        .map(|(index, program)| prepare_program(&*backend, index, program, mode))
+        .map(|(index, program)| prepare_program(&*backend, index, *program, mode))
         .collect::<Result<Vec<_>, Error>>()?;
     let zeros = match method {
         Method::ByteRange { chunk_bytes } if mode.reset => {
@@ -106,39 +144,39 @@ fn prepare_on(
 }
 
 /// What can be checked without a backend. Returns the target that the programs agree on.
-fn check_programs(programs: &[Arc<dyn Program>]) -> Result<Option<&Target>, Error> {
+fn check_programs<'a>(programs: &[Declared<'a>]) -> Result<Option<&'a Target>, Error> {
     if programs.is_empty() {
         return Err(Error::NoPrograms);
     }
-    for (second, program) in programs.iter().enumerate() {
-        if let Some(first) = programs[..second].iter().position(|p| Arc::ptr_eq(p, program)) {
-            return Err(Error::DuplicateProgram { name: Arc::clone(&program.spec().name), first, second });
+    for (second, (program, spec)) in programs.iter().enumerate() {
+        if let Some(first) = programs[..second].iter().position(|(p, _)| Arc::ptr_eq(p, program)) {
+            return Err(Error::DuplicateProgram { name: Arc::clone(&spec.name), first, second });
         }
-        if let Some(index) = program.spec().intermediates.iter().position(|nbytes| *nbytes == 0) {
+        if let Some(index) = spec.intermediates.iter().position(|nbytes| *nbytes == 0) {
             return Err(Error::Declaration {
-                program: Arc::clone(&program.spec().name),
+                program: Arc::clone(&spec.name),
                 message: format!("host intermediate {index} has 0 bytes: declare at least 1"),
             });
         }
     }
     let mut agreed: Option<(usize, &Target)> = None;
-    for (index, program) in programs.iter().enumerate() {
-        let Some(target) = &program.spec().target else { continue };
+    for (index, (_, spec)) in programs.iter().enumerate() {
+        let Some(target) = &spec.target else { continue };
         let Some((first, wanted)) = agreed else {
             agreed = Some((index, target));
             continue;
         };
-        let owner = |at: usize| format!("program `{}` (position {at})", programs[at].spec().name);
+        let owner = |at: usize| format!("program `{}` (position {at})", programs[at].1.name);
         compare_targets(wanted, &owner(first), target, &owner(index))?;
     }
     Ok(agreed.map(|(_, target)| target))
 }
 
-fn check_backend(programs: &[Arc<dyn Program>], target: &Target, capabilities: &Capabilities) -> Result<(), Error> {
+fn check_backend(programs: &[Declared<'_>], target: &Target, capabilities: &Capabilities) -> Result<(), Error> {
     let owner = programs
         .iter()
-        .find(|p| p.spec().target.is_some())
-        .map_or_else(String::new, |p| format!("program `{}`", p.spec().name));
+        .find(|(_, spec)| spec.target.is_some())
+        .map_or_else(String::new, |(_, spec)| format!("program `{}`", spec.name));
     let backend = Target {
         platform: Arc::clone(&capabilities.platform),
         runtime: Arc::clone(&capabilities.runtime),
@@ -172,10 +210,9 @@ fn compare_targets(first: &Target, first_owner: &str, second: &Target, second_ow
 fn prepare_program(
     backend: &dyn Backend,
     index: usize,
-    program: &Arc<dyn Program>,
+    (program, spec): Declared<'_>,
     mode: Mode,
 ) -> Result<PreparedProgram, Error> {
-    let spec = program.spec();
     let mut callables = Vec::with_capacity(spec.callables.len());
     for callable in &spec.callables {
         let Registered { id, signature, takes_domains } = guarded(Call::Register, || backend.register(callable))?;

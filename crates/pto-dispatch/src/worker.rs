@@ -33,6 +33,11 @@ impl PreparedWorker {
     /// [`Error::ResetWithoutPersistence`]. Found before the start: a target that differs from the backend's,
     /// [`Error::NoRetention`], [`Error::TooManyCallables`], [`Error::EntryWithoutProvider`]. [`Error::Backend`]: the
     /// backend failed. Once the backend is in our hands a failure closes it, once; the first error is returned.
+    /// [`Error::BackendInUse`]: the backend is another worker's, or has been started or closed; it is left as it is.
+    ///
+    /// # Panics
+    ///
+    /// Where [`Program::spec`] does; nothing of the backend has been touched.
     pub fn prepare(
         programs: &[Arc<dyn Program>],
         options: &Options,

@@ -35,10 +35,10 @@ use std::sync::Arc;
 
 use mockall::mock;
 use pto_simpler_sys::{
-    AbandonReport, Backend, BackendError, BuildFailed, CallConfig, CallableId, CallableSpec, CallbackError,
-    Capabilities, ChipId, CopyResult, CopyTo, DeviceBufferId, DevicePlace, DomainAllocation, DomainId,
-    DomainRequest, DomainState, EntryCall, EntryHost, GraphBuilder, HostBufferId, Negotiated, Orchestrator,
-    Registered, RunEvents, RunId, RunOutcome, RunState, ScratchId, SubmitError, TaskArgs,
+    AbandonReport, Backend, BackendError, BackendPhase, BuildFailed, CallConfig, CallableId, CallableSpec,
+    CallbackError, Capabilities, ChipId, CopyResult, CopyTo, DeviceBufferId, DevicePlace, DomainAllocation,
+    DomainId, DomainRequest, DomainState, EntryCall, EntryHost, GraphBuilder, HostBufferId, Negotiated,
+    Orchestrator, Registered, RunEvents, RunId, RunOutcome, RunState, ScratchId, SubmitError, TaskArgs,
 };
 
 mock! {
@@ -48,6 +48,7 @@ mock! {
 
     impl Backend for Backend {
         fn capabilities(&self) -> &Capabilities;
+        fn phase(&self) -> BackendPhase;
         fn check_blocking(&self) -> Result<(), BackendError>;
         fn register(&self, callable: &CallableSpec) -> Result<Registered, BackendError>;
         fn start(&self, events: Arc<dyn RunEvents>) -> Result<Negotiated, BackendError>;

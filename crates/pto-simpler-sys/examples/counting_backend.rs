@@ -46,7 +46,7 @@ struct Counting {
 
 impl Backend for Counting {
     forward_backend!(
-        inner: capabilities, check_blocking, register, start, run_state, create_buffer, create_zeros, write_buffer,
+        inner: capabilities, phase, check_blocking, register, start, run_state, create_buffer, create_zeros, write_buffer,
         read_buffer, fill_buffer, release_buffer, alloc, free, copy_to, copy_from, domain_state,
         committed_device_memory, close, abandon,
     );

@@ -61,6 +61,23 @@ pub enum RunState {
     Ended,
 }
 
+/// Where a backend is in its life; see [`Backend`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BackendPhase {
+    /// Nothing has been started.
+    New,
+    /// Somebody is in [`Backend::start`].
+    Starting,
+    /// Started.
+    Ready,
+    /// The start failed and was rolled back.
+    Failed,
+    /// Somebody is in [`Backend::close`], or a close has failed.
+    Closing,
+    /// Closed or abandoned.
+    Closed,
+}
+
 /// What [`Backend::abandon`] could not clean up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AbandonReport {
@@ -103,6 +120,10 @@ pub struct AbandonReport {
 pub trait Backend: Send + Sync + fmt::Debug {
     /// What is known before the start; constant for the backend's life. Does not block.
     fn capabilities(&self) -> &Capabilities;
+
+    /// Where the backend is in its life. Any state; does not block. Another thread may have changed it by the time the
+    /// caller looks at the answer.
+    fn phase(&self) -> BackendPhase;
 
     /// Whether the calling thread may block here. A binding refuses a thread that is attached to an interpreter
     /// (other threads would need that interpreter to end the wait). Asked before any lock is taken.

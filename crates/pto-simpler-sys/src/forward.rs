@@ -15,6 +15,11 @@ macro_rules! forward_backend {
             self.$inner.capabilities()
         }
     };
+    (@ $inner:ident phase) => {
+        fn phase(&self) -> $crate::BackendPhase {
+            self.$inner.phase()
+        }
+    };
     (@ $inner:ident check_blocking) => {
         fn check_blocking(&self) -> Result<(), $crate::BackendError> {
             self.$inner.check_blocking()

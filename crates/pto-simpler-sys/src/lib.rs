@@ -90,7 +90,7 @@ mod request;
 
 pub use allocation::{BufferWindow, DomainAllocation, DomainState, MemberWindow};
 pub use args::{Access, CopySource, CopyTo, DataType, DevicePlace, Shape, TaskArgs, TensorArg, TensorPlace};
-pub use backend::{AbandonReport, Backend, FRAMES, RunEvents, RunOutcome, RunState};
+pub use backend::{AbandonReport, Backend, BackendPhase, FRAMES, RunEvents, RunOutcome, RunState};
 pub use callable::{
     CallableKind, CallableSource, CallableSpec, ChipArtefact, KernelArtefact, Registered, Signature,
 };

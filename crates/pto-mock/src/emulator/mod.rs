@@ -17,9 +17,9 @@ use std::thread;
 
 use parking_lot::{Condvar, Mutex};
 use pto_simpler_sys::{
-    AbandonReport, Backend, BackendError, Call, CallConfig, CallableKind, CallableSource, CallableSpec,
-    Capabilities, ChipId, CopyTo, DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder, HostBufferId,
-    Negotiated, Registered, RunEvents, RunId, RunState, RuntimeFailure, SubmitError,
+    AbandonReport, Backend, BackendError, BackendPhase, Call, CallConfig, CallableKind, CallableSource,
+    CallableSpec, Capabilities, ChipId, CopyTo, DeviceBufferId, DevicePlace, DomainId, DomainState, GraphBuilder,
+    HostBufferId, Negotiated, Registered, RunEvents, RunId, RunState, RuntimeFailure, SubmitError,
 };
 
 use self::state::{Callable, Phase, State};
@@ -353,6 +353,10 @@ impl Drop for Emulator {
 impl Backend for Emulator {
     fn capabilities(&self) -> &Capabilities {
         &self.core.capabilities
+    }
+
+    fn phase(&self) -> BackendPhase {
+        self.core.state.lock().phase
     }
 
     fn check_blocking(&self) -> Result<(), BackendError> {

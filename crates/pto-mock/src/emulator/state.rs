@@ -14,22 +14,13 @@ use pto_simpler_sys::{
     RunEvents, RunId, ScratchId, Signature,
 };
 
+pub(crate) use pto_simpler_sys::BackendPhase as Phase;
+
 use super::chip::{Job, Task};
 use super::table::{NumberSet, Table};
 use super::window::{DomainWindows, Region};
 use crate::board::InterruptFlag;
 use crate::kernel::Code;
-
-/// Where the worker is in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
-    New,
-    Starting,
-    Ready,
-    Failed,
-    Closing,
-    Closed,
-}
 
 /// One domain of a run, and whether the run asked to keep it.
 #[derive(Clone, Copy, Debug)]

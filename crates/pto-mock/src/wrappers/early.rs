@@ -38,6 +38,6 @@ impl EarlyCopyBackend {
 #[deny(clippy::missing_trait_methods)]
 impl Backend for EarlyCopyBackend {
     pto_simpler_sys::forward_backend!(
-        emulator: capabilities, check_blocking, register, start, submit, run_state, create_buffer, create_zeros, write_buffer, read_buffer, fill_buffer, release_buffer, alloc, free, copy_to, copy_from, release_domain, domain_state, committed_device_memory, close, abandon,
+        emulator: capabilities, phase, check_blocking, register, start, submit, run_state, create_buffer, create_zeros, write_buffer, read_buffer, fill_buffer, release_buffer, alloc, free, copy_to, copy_from, release_domain, domain_state, committed_device_memory, close, abandon,
     );
 }

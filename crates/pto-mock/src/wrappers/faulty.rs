@@ -166,7 +166,7 @@ impl GraphBuilder for FaultyBuild<'_> {
 #[deny(clippy::missing_trait_methods)]
 impl Backend for FaultyBackend {
     pto_simpler_sys::forward_backend!(
-        inner: capabilities, check_blocking, run_state,
+        inner: capabilities, phase, check_blocking, run_state,
     );
 
     fn register(&self, callable: &CallableSpec) -> Result<Registered, BackendError> {

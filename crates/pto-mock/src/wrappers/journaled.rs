@@ -181,7 +181,7 @@ impl GraphBuilder for JournaledBuild<'_> {
 #[deny(clippy::missing_trait_methods)]
 impl Backend for JournalBackend {
     pto_simpler_sys::forward_backend!(
-        inner: capabilities, check_blocking, run_state, write_buffer, read_buffer, domain_state, committed_device_memory,
+        inner: capabilities, phase, check_blocking, run_state, write_buffer, read_buffer, domain_state, committed_device_memory,
     );
 
     fn register(&self, callable: &CallableSpec) -> Result<Registered, BackendError> {

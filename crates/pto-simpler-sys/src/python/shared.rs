@@ -24,21 +24,11 @@ use super::sys::Api;
 use super::table::Table;
 use super::views::{View, Views};
 use crate::args::DevicePlace;
+pub(crate) use crate::backend::BackendPhase as Phase;
 use crate::backend::{RunEvents, RunOutcome};
 use crate::capability::Capabilities;
 use crate::error::{BackendError, Call, FailureKind, RuntimeFailure};
 use crate::ids::{CallableId, ChipId, DeviceBufferId, DomainId, HostBufferId, RunId, ScratchId};
-
-/// Where the backend is in its life. [`Shared::enter`] is the only place that changes it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
-    New,
-    Starting,
-    Ready,
-    Failed,
-    Closing,
-    Closed,
-}
 
 /// A host buffer.
 #[derive(Debug)]

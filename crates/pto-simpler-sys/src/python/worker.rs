@@ -410,6 +410,10 @@ impl Backend for SimplerBackend {
         &self.shared.capabilities
     }
 
+    fn phase(&self) -> Phase {
+        self.shared.phase()
+    }
+
     fn check_blocking(&self) -> Result<(), BackendError> {
         self.shared.check_caller(Call::Submit)
     }

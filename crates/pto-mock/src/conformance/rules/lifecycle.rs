@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 
 use pto_simpler_sys::{
-    Call, CallConfig, CallableSpec, ChipId, Depth, HostBufferId, RunState, Signature, TensorPlace,
+    BackendPhase, Call, CallConfig, CallableSpec, ChipId, Depth, HostBufferId, RunState, Signature, TensorPlace,
 };
 
 use super::super::rig::{Built, Must, Rig, args, ensure, i32s, refused, refused_submit, same};
@@ -36,6 +36,23 @@ pub fn the_negotiated_depth_is_one_or_two(factory: &dyn BackendFactory) -> Outco
 pub fn a_plain_thread_may_block(factory: &dyn BackendFactory) -> Outcome {
     let rig = Rig::start(factory, 1)?;
     rig.backend.check_blocking().must("check_blocking")?;
+    rig.finish()
+}
+
+/// The phase tells where the backend is in its life.
+pub fn the_phase_follows_the_life(factory: &dyn BackendFactory) -> Outcome {
+    let mut rig = Rig::unstarted(factory, 1)?;
+    same("phase before the start", rig.backend.phase(), BackendPhase::New)?;
+    rig.begin()?;
+    same("phase after the start", rig.backend.phase(), BackendPhase::Ready)?;
+    rig.is_usable()?;
+    same("phase after a run", rig.backend.phase(), BackendPhase::Ready)?;
+    rig.backend.close().must("close")?;
+    same("phase after close", rig.backend.phase(), BackendPhase::Closed)?;
+    rig.finish()?;
+    let rig = Rig::unstarted(factory, 1)?;
+    rig.backend.close().must("close in New")?;
+    same("phase after a close in New", rig.backend.phase(), BackendPhase::Closed)?;
     rig.finish()
 }
 

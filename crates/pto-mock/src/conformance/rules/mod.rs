@@ -21,6 +21,7 @@ macro_rules! __conformance_rules {
             lifecycle::capabilities_are_known_before_the_start_and_constant,
             lifecycle::the_negotiated_depth_is_one_or_two,
             lifecycle::a_plain_thread_may_block,
+            lifecycle::the_phase_follows_the_life,
             lifecycle::start_twice_is_refused,
             lifecycle::start_after_close_is_refused,
             lifecycle::close_before_start_is_ok,
