@@ -52,6 +52,7 @@ impl Runtime {
 pub fn extra_callables() -> Vec<(&'static str, Signature)> {
     vec![
         ("allreduce", Signature::new([Access::Input, Access::Output], 3)),
+        ("allreduce_from", Signature::new([Access::Input, Access::Output], 4)),
         ("crash", Signature::new([Access::Output], 0)),
     ]
 }

@@ -239,13 +239,23 @@ def pto_fail(call: Call) -> None:
 @kernel(["IN", "OUT"], 3)
 def allreduce(call: Call) -> None:
     """Input and output; scalars ``payload offset, arrivals offset, context``. The sum over all ranks, fresh window."""
+    _allreduce(call, 0)
+
+
+@kernel(["IN", "OUT"], 4)
+def allreduce_from(call: Call) -> None:
+    """The same in a kept window; a fourth scalar tells how many arrivals earlier dispatches have left."""
+    _allreduce(call, call.scalar(3))
+
+
+def _allreduce(call: Call, before: int) -> None:
     source, out, cells = call.words(0), call.words(1), call.domain(2)
     payload, arrivals = call.scalar(0), call.scalar(1)
     nbytes = source.nbytes
     cells.bytes(cells.rank, payload, nbytes)[:] = source.cast("B")
     for rank in range(cells.ranks):
         cells.add(rank, arrivals, 1)
-    cells.wait(cells.rank, arrivals, cells.ranks)
+    cells.wait(cells.rank, arrivals, before + cells.ranks)
     parts = [cells.bytes(rank, payload, nbytes).cast("i") for rank in range(cells.ranks)]
     for i in range(len(source)):
         out[i] = _wrapped(sum(part[i] for part in parts))
