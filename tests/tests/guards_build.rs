@@ -19,8 +19,9 @@ fn no_args() -> Args {
     Args::new()
 }
 
-/// What the cases below work with: a buffer on chip 1, a host buffer, and a host buffer of another worker.
+/// What the cases below work with: a buffer on each chip, a host buffer, and a host buffer of another worker.
 struct Things {
+    near: DeviceTensor,
     far: DeviceTensor,
     host: HostBuffer,
     foreign: HostBuffer,
@@ -28,12 +29,13 @@ struct Things {
 
 type Attempt = for<'b> fn(&Build<'b>, &Things) -> Result<(), Error>;
 
-/// Callables of the cases: one takes a tensor and a scalar, one is the same for sub-workers, and two take more scalars
-/// and more tensors than the limits of the backend permit.
+/// Callables of the cases: one takes a tensor and a scalar, one is the same for sub-workers, two take more scalars and
+/// more tensors than the limits of the backend permit, and one takes just as many of both.
 const ADD: usize = 0;
 const SUB: usize = 1;
 const SCALARS: usize = 2;
 const TENSORS: usize = 3;
+const PAIR: usize = 4;
 
 fn host_tensor<'b>(build: &Build<'b>, buffer: &HostBuffer) -> Result<pto_dispatch::Tensor<'b>, Error> {
     build.tensor(buffer, &[1], DataType::Int32, Access::InOut)
@@ -41,6 +43,12 @@ fn host_tensor<'b>(build: &Build<'b>, buffer: &HostBuffer) -> Result<pto_dispatc
 
 fn far_tensor<'b>(build: &Build<'b>, things: &Things) -> Result<pto_dispatch::Tensor<'b>, Error> {
     build.tensor(&things.far, &[1], DataType::Int32, Access::InOut)
+}
+
+/// A task of two tensors and two scalars on `chip`.
+fn pair(build: &Build<'_>, first: &DeviceTensor, second: &DeviceTensor, chip: u32) -> Result<(), Error> {
+    let [first, second] = [first, second].map(|t| build.tensor(t, &[1], DataType::Int32, Access::InOut));
+    build.task(PAIR)?.tensor(first?).tensor(second?).scalar(1).scalar(2).submit(ChipId(chip))
 }
 
 const UNTOUCHED: &[(&str, Attempt)] = &[
@@ -51,6 +59,10 @@ const UNTOUCHED: &[(&str, Attempt)] = &[
         b.task(ADD)?.tensor(tensor).tensor(tensor).scalar(1).submit(ChipId(0))
     }),
     ("cannot be an argument of", |b, t| b.task(ADD)?.tensor(far_tensor(b, t)?).scalar(1).submit(ChipId(0))),
+    ("a tensor on chip1 cannot be an argument of `pair` on chip0", |b, t| pair(b, &t.near, &t.far, 0)),
+    ("a tensor on chip1 cannot be an argument of `pair` on chip0", |b, t| pair(b, &t.far, &t.near, 0)),
+    ("a tensor on chip0 cannot be an argument of `pair` on chip1", |b, t| pair(b, &t.near, &t.far, 1)),
+    ("a tensor on chip1 cannot be an argument of `pair` on chip0", |b, t| pair(b, &t.far, &t.far, 0)),
     ("is of kind Sub", |b, t| b.task(SUB)?.tensor(host_tensor(b, &t.host)?).scalar(1).submit(ChipId(0))),
     ("is of kind Chip", |b, t| b.task(ADD)?.tensor(host_tensor(b, &t.host)?).scalar(1).submit_sub()),
     ("takes host memory only", |b, t| b.task(SUB)?.tensor(far_tensor(b, t)?).scalar(1).submit_sub()),
@@ -88,8 +100,8 @@ const UNTOUCHED: &[(&str, Attempt)] = &[
     ("1 to 5 dimensions", |b, t| b.tensor(&t.host, &[], DataType::Int32, Access::InOut).map(drop)),
     ("1 to 5 dimensions", |b, t| b.tensor(&t.host, &[1, 0], DataType::Int32, Access::InOut).map(drop)),
     ("host intermediate 0 is not declared", |b, _| b.intermediate(0).map(drop)),
-    ("callable 4 is not declared", |b, _| b.task(4).map(drop)),
-    ("callable 4 is not declared", |b, _| b.group(4).map(drop)),
+    ("callable 5 is not declared", |b, _| b.task(5).map(drop)),
+    ("callable 5 is not declared", |b, _| b.group(5).map(drop)),
 ];
 
 /// After the dispatch has opened; harmless in ordinary mode.
@@ -128,12 +140,17 @@ fn attempting(cases: &'static [(&'static str, Attempt)], things: &Arc<Mutex<Opti
     };
     let scalars = large("scalars", Signature::new([], 3));
     let tensors = large("tensors", Signature::new([Access::InOut; 3], 0));
+    let both = large("pair", Signature::new([Access::InOut; 2], 2));
     let sub = CallableSpec::sub(kernels::SUB_ADD, kernels::signature(kernels::SUB_ADD));
     let spec = ProgramSpec::new("attempting").callable(add()).callable(sub).callable(scalars).callable(tensors);
+    let spec = spec.callable(both);
     program(spec.parameter(Parameter::scalar("case")), move |build, args| {
         let case = usize::try_from(args.scalar_at(0)?)?;
-        if let Some((_, attempt)) = cases.get(case) {
-            attempt(build, things.lock().unwrap().as_ref().unwrap())?;
+        let things = things.lock().unwrap();
+        let things = things.as_ref().unwrap();
+        match cases.get(case) {
+            Some((_, attempt)) => attempt(build, things)?,
+            None => pair(build, &things.far, &things.far, 1)?,
         }
         Ok(())
     })
@@ -148,6 +165,7 @@ fn attempt_all(name: &'static str, options: &Options, cases: &'static [(&'static
     let rig = bench.prepare(options, &[attempting(cases, &things)], builder);
     let other = bench.prepare(&Options::ordinary(), &[f1()], bench.builder());
     *things.lock().unwrap() = Some(Things {
+        near: rig.worker.alloc(ChipId(0), 4).unwrap(),
         far: rig.worker.alloc(ChipId(1), 4).unwrap(),
         host: rig.worker.create_buffer(4).unwrap(),
         foreign: other.worker.create_buffer(4).unwrap(),
@@ -162,7 +180,7 @@ fn attempt_all(name: &'static str, options: &Options, cases: &'static [(&'static
     if untouched {
         assert_eq!(journal.count(|e| matches!(e, EventKind::TaskSubmit { .. } | EventKind::Alloc { .. })), 0);
     }
-    // Usable afterwards (I13).
+    // Usable afterwards (I13), up to the limits.
     rig.worker.call(&no_args().scalar(u64::MAX)).unwrap();
     *things.lock().unwrap() = None;
     rig.worker.close().unwrap();

@@ -7,11 +7,11 @@ use pto_dispatch::{Args, Error, HostBuffer, Options, Parameter, PreparedWorker, 
 use pto_mock::mocks::{MockBackend, MockOrchestrator};
 use pto_mock::{EventKind, Fault, FaultEffect, FreeCause};
 use pto_simpler_sys::{
-    Backend, BackendPhase, BufferWindow, Call, Capabilities, ChipId, CopyResult, Depth, DomainId, DomainRequest,
-    DomainState, FailureKind, Family, MemberWindow, NamedBuffer, Negotiated, RunEvents, RunId, RunOutcome,
-    RunState, RuntimeFailure, SubmitError,
+    Backend, BackendError, BackendPhase, BufferWindow, Call, Capabilities, ChipId, CopyResult, Depth, DomainId,
+    DomainRequest, DomainState, FailureKind, Family, HostBufferId, MemberWindow, NamedBuffer, Negotiated,
+    RunEvents, RunId, RunOutcome, RunState, RuntimeFailure, SubmitError,
 };
-use pto_tests::gate::Gate;
+use pto_tests::gate::{Gate, OpenOnDrop};
 use pto_tests::parked;
 use pto_tests::rig::{emulator_only, submits};
 use pto_tests::scenario::{DOMAIN, f0, f1, program, signal_request};
@@ -378,6 +378,114 @@ fn a_buffer_with_clones_is_not_released() {
     assert!(matches!(first.release(), Err(Error::BufferInUse)));
     second.write(0, &[1; 8]).unwrap();
     second.release().unwrap();
+    rig.worker.close().unwrap();
+    bench.assert_clean();
+}
+
+/// Rule 20: every failure that nobody has seen is reported by close, not the last one alone.
+#[test]
+fn all_failures_that_nobody_saw_are_reported_by_close() {
+    let Some(bench) = emulator_only("guards: unseen failures") else { return };
+    let rig = bench.prepare(&Options::ordinary(), &[f0()], bench.builder());
+    rig.hold_runs();
+    for run in 1..=3 {
+        let dispatch = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
+        rig.emulator().fail(RunId(run), failure(FailureKind::Call, false)).unwrap();
+        if run == 2 {
+            assert!(dispatch.wait().is_err(), "this one is seen");
+        }
+        rig.until_idle();
+    }
+    let Err(Error::Close(report)) = rig.worker.close() else { panic!("two failures are unseen") };
+    let of = |error: &Error| if let Error::Failed(failure) = error { failure.id.get() } else { panic!("{error}") };
+    assert_eq!((of(&report.primary), report.others.iter().map(of).collect::<Vec<_>>()), (1, vec![3]), "{report}");
+    bench.assert_clean();
+}
+
+/// A backend that refuses to release a buffer, of an open worker, is not taken for a closed one.
+#[test]
+fn a_refused_release_is_told_to_the_caller_or_by_close() {
+    let mut mock = backend(Lie::None);
+    mock.expect_create_buffer().returning(|_| Ok(HostBufferId::new(7, 1)));
+    mock.expect_fill_buffer().returning(|_, _| Ok(()));
+    mock.expect_release_buffer().times(2).returning(|_| Err(BackendError::misuse(Call::ReleaseBuffer, "told to")));
+    let idle = program(ProgramSpec::new("idle"), |_, _| Ok(()));
+    let worker =
+        PreparedWorker::prepare(&[idle], &Options::ordinary(), Arc::new(mock) as Arc<dyn Backend>).unwrap();
+    let [released, dropped] = [(), ()].map(|()| worker.create_buffer(8).unwrap());
+    let refused = released.release();
+    assert!(matches!(&refused, Err(Error::Backend(e)) if e.family() == Family::Misuse), "{refused:?}");
+    drop(dropped);
+    let Err(Error::Close(report)) = worker.close() else { panic!("a release was refused") };
+    assert!(matches!(&report.primary, Error::Release { .. }) && report.others.is_empty(), "{report}");
+}
+
+/// Rule 17: a dispatch that was turned away for an older failure is no failure of its own, even where its cleanup
+/// fails: close reports that and nothing else.
+#[test]
+fn a_dispatch_turned_away_is_no_failure_of_its_own() {
+    let Some(bench) = emulator_only("guards: turned away") else { return };
+    let gate = Gate::new();
+    let inside = gate.clone();
+    let warm = f1();
+    let spec = warm.spec().clone().parameter(Parameter::scalar("stop"));
+    let gated = program(spec, move |build, args| {
+        warm.build(build, &no_args())?;
+        if args.scalar_at(0)? == 1 {
+            inside.pass();
+        }
+        Ok(())
+    });
+    let rig = bench.prepare(&Options::persistent().reset(false), &[gated, f0()], bench.builder());
+    let submit = |stop| rig.worker.submit(rig.ids[0], &no_args().scalar(stop));
+    submit(0).unwrap().wait().unwrap();
+    rig.until_idle();
+    rig.hold_runs();
+    let older = rig.worker.submit(rig.ids[1], &no_args()).unwrap();
+    std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
+        let building = parked::spawn(scope, || submit(1).map(drop));
+        gate.wait_arrived(1);
+        rig.emulator().fail(RunId(2), failure(FailureKind::Task, false)).unwrap();
+        while !older.is_done() {
+            std::thread::yield_now();
+        }
+        rig.emulator().arm(Fault::new(Call::Run, FaultEffect::Before).on_chip(0));
+        gate.open();
+        let outcome = building.join();
+        assert!(matches!(&outcome, Err(Error::Poisoned(f)) if f.id == older.id()), "{outcome:?}");
+    });
+    let Err(Error::Close(report)) = rig.worker.close() else { panic!("the cleanup failed") };
+    let mut all = std::iter::once(&report.primary).chain(&report.others);
+    assert!(all.all(|e| !matches!(e, Error::Failed(f) if f.id != older.id())), "{report}");
+    let swept = |e: &Error| matches!(e, Error::Backend(e) if e.call() == Call::Run);
+    assert!(std::iter::once(&report.primary).chain(&report.others).any(swept), "{report}");
+    bench.assert_clean();
+}
+
+/// Rule 17: where an older run has failed and its end is still on its way, the next opening finds its domain gone,
+/// waits for that end, and names the cause.
+#[test]
+fn an_opening_that_fails_waits_for_the_older_end_that_explains_it() {
+    let Some(bench) = emulator_only("guards: explained") else { return };
+    let rig = bench.prepare(&Options::persistent().reset(false), &[f1()], bench.builder());
+    rig.worker.call(&no_args()).unwrap();
+    rig.until_idle();
+    rig.hold_runs();
+    let older = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
+    let ends = Gate::new();
+    *rig.spy.ends.lock() = Some(ends.clone());
+    std::thread::scope(|scope| {
+        let _rescue = rig.rescue();
+        let _open = OpenOnDrop(ends.clone());
+        rig.emulator().fail(RunId(2), failure(FailureKind::Task, false)).unwrap();
+        ends.wait_arrived(1);
+        let building = parked::spawn(scope, || rig.worker.submit(rig.ids[0], &no_args()).map(drop));
+        building.wait_parked();
+        ends.open();
+        let outcome = building.join();
+        assert!(matches!(&outcome, Err(Error::Poisoned(f)) if f.id == older.id()), "{outcome:?}");
+    });
     rig.worker.close().unwrap();
     bench.assert_clean();
 }
