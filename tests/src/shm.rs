@@ -1,8 +1,28 @@
 //! The check that nothing is left in shared memory (I14).
 
 use std::path::Path;
+use std::sync::Once;
 
 use tempfile::TempDir;
+
+/// What names begin with; the process and a random part follow.
+const PREFIX: &str = "pto-tests-";
+
+/// Removes directories of tests that were killed before they could. The emulator unlinks its names at once, so such a
+/// directory is empty; one that is not is left for somebody to look at, and so is one whose process lives.
+fn sweep(root: &Path) {
+    let Ok(entries) = std::fs::read_dir(root) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let process =
+            name.to_str().and_then(|name| name.strip_prefix(PREFIX)).and_then(|rest| rest.split('-').next());
+        let Some(process) = process.and_then(|process| process.parse::<u32>().ok()) else { continue };
+        if Path::new("/proc/self").exists() && !Path::new("/proc").join(process.to_string()).exists() {
+            // Another test may be faster; nothing else can be done about a failure.
+            let _gone = std::fs::remove_dir(entry.path());
+        }
+    }
+}
 
 /// A directory of real shared memory that only one test uses, so that its listing can be compared. Falls back to the
 /// temporary directory where the system has no `/dev/shm`.
@@ -23,7 +43,10 @@ impl ShmDir {
     pub fn new() -> Self {
         let shm = Path::new("/dev/shm");
         let root = if shm.is_dir() { shm.to_owned() } else { std::env::temp_dir() };
-        Self { dir: tempfile::Builder::new().prefix("pto-tests-").tempdir_in(root).unwrap() }
+        static SWEPT: Once = Once::new();
+        SWEPT.call_once(|| sweep(&root));
+        let prefix = format!("{PREFIX}{}-", std::process::id());
+        Self { dir: tempfile::Builder::new().prefix(&prefix).tempdir_in(root).unwrap() }
     }
 
     /// Where it is.
@@ -61,5 +84,30 @@ impl ShmDir {
     pub fn assert_clean(&self) {
         assert_eq!(self.names(), Vec::<String>::new(), "names left in shared memory");
         assert_eq!(self.held(), Vec::<String>::new(), "mappings or descriptors left");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directories_of_dead_processes_are_swept_where_they_are_empty() {
+        let root = tempfile::tempdir().unwrap();
+        // No process has the largest number; the kernel's limit is far below.
+        let dead = root.path().join(format!("{PREFIX}{}-a", u32::MAX));
+        let kept = [
+            root.path().join(format!("{PREFIX}{}-b", std::process::id())),
+            root.path().join(format!("{PREFIX}{}-full", u32::MAX)),
+            root.path().join("pto-tests-nobody"),
+            root.path().join("else"),
+        ];
+        for path in kept.iter().chain([&dead]) {
+            std::fs::create_dir(path).unwrap();
+        }
+        std::fs::write(kept[1].join("left"), b"").unwrap();
+        sweep(root.path());
+        assert!(kept.iter().all(|path| path.exists()));
+        assert_eq!(dead.exists(), !Path::new("/proc/self").exists());
     }
 }

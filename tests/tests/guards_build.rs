@@ -247,19 +247,20 @@ fn a_failed_call_without_effect_may_be_passed_over() {
     let Some(bench) = emulator_only("guards: without effect") else { return };
     let tensor: Arc<Mutex<Option<DeviceTensor>>> = Arc::default();
     let inside = Arc::clone(&tensor);
-    let spec = ProgramSpec::new("trying").parameter(Parameter::host("large", 8));
-    let trying = program(spec.parameter(Parameter::host("fitting", 4)), move |build, args| {
+    let trying = program(ProgramSpec::new("trying").parameter(Parameter::host("x", 4)), move |build, args| {
         let tensor = inside.lock().unwrap().clone().unwrap();
-        let refused = build.copy_to(&tensor, args.host_at(0)?);
-        assert!(matches!(&refused, Err(Error::Backend(e)) if e.effect() == Effect::None), "{refused:?}");
-        build.copy_to(&tensor, args.host_at(1)?)?;
+        let failed = build.copy_to(&tensor, args.host_at(0)?);
+        assert!(matches!(&failed, Err(Error::Backend(e)) if e.effect() == Effect::None), "{failed:?}");
+        build.copy_to(&tensor, args.host_at(0)?)?;
         Ok(())
     });
     let rig = bench.prepare(&Options::persistent(), &[trying], bench.builder());
     *tensor.lock().unwrap() = Some(rig.worker.alloc(ChipId(0), 4).unwrap());
-    let (large, fitting) = (rig.worker.create_buffer(8).unwrap(), rig.worker.create_buffer(4).unwrap());
-    rig.worker.call(&no_args().host(&large).host(&fitting)).unwrap();
-    drop((large, fitting));
+    rig.emulator().arm(Fault::new(Call::CopyTo, FaultEffect::Before));
+    let x = rig.worker.create_buffer(4).unwrap();
+    rig.worker.call(&no_args().host(&x)).unwrap();
+    assert!(rig.emulator().faults().pending().is_empty());
+    drop(x);
     rig.worker.close().unwrap();
     bench.assert_clean();
 }

@@ -487,5 +487,57 @@ fn an_opening_that_fails_waits_for_the_older_end_that_explains_it() {
         assert!(matches!(&outcome, Err(Error::Poisoned(f)) if f.id == older.id()), "{outcome:?}");
     });
     rig.worker.close().unwrap();
+
+/// Rule 17: a backend that an older run has finished turns the next submission away before it reports the end of that
+/// run. What ended the worker is the older failure, in both modes, although it is recorded later.
+#[test]
+fn a_submission_refused_because_of_an_older_run_is_not_the_first_cause() {
+    for persistent in [true, false] {
+        let Some(bench) = emulator_only("older cause") else { return };
+        let options = if persistent { Options::persistent().reset(false) } else { Options::ordinary() };
+        let rig = bench.prepare(&options, &[f0()], bench.builder());
+        rig.hold_runs();
+        let older = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
+        rig.emulator().arm(Fault::new(Call::Submit, FaultEffect::Before).fatal());
+        let refused = rig.worker.submit(rig.ids[0], &no_args()).unwrap_err();
+        assert!(matches!(&refused, Error::Backend(e) if e.call() == Call::Submit), "{refused:?}");
+        // Until the older end is known, the refusal is all that there is to tell.
+        let (Error::Poisoned(early) | Error::Finished(early)) = rig.worker.call(&no_args()).unwrap_err() else {
+            panic!("the worker takes more")
+        };
+        assert_eq!(early.id.get(), 2);
+
+        let cause = failure(FailureKind::Call, false);
+        rig.emulator().fail(RunId(1), cause.clone()).unwrap();
+        assert!(matches!(older.wait(), Err(Error::Failed(f)) if f.id == older.id()));
+        let (Error::Poisoned(kept) | Error::Finished(kept)) = rig.worker.call(&no_args()).unwrap_err() else {
+            panic!("the worker takes more")
+        };
+        assert_eq!(kept.id, older.id(), "persistent {persistent}: {kept}");
+        assert!(matches!(&kept.cause, Error::Backend(e) if e.runtime() == Some(&cause)), "{kept}");
+        assert!(kept.final_for_worker);
+        rig.worker.close().unwrap();
+        drop(rig);
+        bench.assert_clean();
+    }
+}
+
+/// Rule 17: the first failure is kept. A dispatch that fails by itself while an older one is in flight is the first,
+/// whatever becomes of the older one.
+#[test]
+fn a_later_dispatch_that_fails_first_stays_the_first_cause() {
+    let Some(bench) = emulator_only("later cause") else { return };
+    let rig = bench.prepare(&Options::persistent().reset(false), &[f0()], bench.builder());
+    rig.hold_runs();
+    let older = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
+    let lost = Fault::new(Call::SubmitNextLevel, FaultEffect::After);
+    rig.emulator().arm(lost);
+    rig.worker.submit(rig.ids[0], &no_args()).unwrap_err();
+    rig.emulator().fail(RunId(1), failure(FailureKind::Call, false)).unwrap();
+    older.wait().unwrap_err();
+    let refused = rig.worker.call(&no_args()).unwrap_err();
+    assert!(matches!(&refused, Error::Poisoned(f) if f.id.get() == 2), "{refused:?}");
+    rig.worker.close().unwrap();
+    drop(rig);
     bench.assert_clean();
 }

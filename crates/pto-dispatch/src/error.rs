@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pto_domain::{DomainError, RequestError, TableError};
+use pto_domain::{DomainError, LeaseError, RequestError, TableError};
 use pto_reset::ResetError;
 use pto_simpler_sys::{BackendError, BackendPhase, ChipId, Effect, Family};
 
@@ -120,6 +120,9 @@ pub enum Error {
     /// A retained domain cannot be leased: another request, poisoned, closing.
     #[error(transparent)]
     Domain(DomainError),
+    /// A lease was asked for something that its domain does not have.
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
     /// A retained domain cannot be reset, or its mapping is unusable.
     #[error("domain `{key}`: {source}")]
     Reset {
@@ -326,6 +329,9 @@ pub struct Failure {
     pub secondary: Vec<Error>,
     /// Whether it ended the worker's useful life.
     pub final_for_worker: bool,
+    /// The backend turned this dispatch away because it was finished before: the cause lies with an older one, whose
+    /// end may not have been reported yet.
+    consequence: bool,
     delivered: AtomicBool,
 }
 
@@ -336,8 +342,14 @@ impl Failure {
         cause: Error,
         secondary: Vec<Error>,
         final_for_worker: bool,
+        consequence: bool,
     ) -> Self {
-        Self { id, program, cause, secondary, final_for_worker, delivered: AtomicBool::new(false) }
+        Self { id, program, cause, secondary, final_for_worker, consequence, delivered: AtomicBool::new(false) }
+    }
+
+    /// Whether a failure of dispatch `id` that is reported now is the cause of this one.
+    pub(crate) fn follows_from(&self, id: DispatchId) -> bool {
+        self.consequence && id < self.id
     }
 
     /// Notes that somebody has been given this failure.

@@ -70,7 +70,7 @@ impl Inner {
             Ok(())
         } else {
             let cause = failures.remove(0);
-            let failure = self.fail(id, Arc::clone(&program.name), cause, failures);
+            let failure = self.fail(id, Arc::clone(&program.name), cause, failures, false);
             Err(Error::Failed(failure))
         };
         tracing::debug!(dispatch = %id, program = %program.name, ok = outcome.is_ok(), "terminal");
@@ -81,33 +81,41 @@ impl Inner {
         self.admission.retire(frame);
     }
 
-    /// Records a failure of a dispatch that had an effect, and turns later submitters away where it must.
+    /// Records a failure of a dispatch that had an effect, and turns later submitters away where it must. The first
+    /// failure is kept, unless it is a `consequence` (see [`Failure`]) and this one its cause.
     pub(crate) fn fail(
         &self,
         id: DispatchId,
         program: Arc<str>,
         cause: Error,
         secondary: Vec<Error>,
+        consequence: bool,
     ) -> Arc<Failure> {
         let finished = self.is_final(&cause) || secondary.iter().any(Error::must_reprepare);
         let persistent = self.mode.persistent;
-        let failure = Arc::new(Failure::new(id, program, cause, secondary, finished || persistent));
-        tracing::warn!(dispatch = %id, error = %failure, "dispatch failed");
-        {
+        let failure = {
             let mut failures = self.failures.lock();
+            let kept = if persistent { &mut failures.poison } else { &mut failures.finished };
+            let explains = kept.as_ref().is_some_and(|kept| kept.follows_from(id));
+            let ends = finished || persistent || explains;
+            let failure = Arc::new(Failure::new(id, program, cause, secondary, ends, consequence));
+            if ends && (kept.is_none() || explains) {
+                *kept = Some(Arc::clone(&failure));
+            }
             failures.dispatches.retain(|f| !f.is_delivered());
             failures.dispatches.push(Arc::clone(&failure));
-            if persistent {
-                failures.poison.get_or_insert_with(|| Arc::clone(&failure));
-            } else if finished {
-                failures.finished.get_or_insert_with(|| Arc::clone(&failure));
-            }
-        }
+            failure
+        };
+        tracing::warn!(dispatch = %id, error = %failure, "dispatch failed");
+        let explained = |old: &Refusal| match old {
+            Refusal::Poisoned(kept) | Refusal::Finished(kept) => kept.follows_from(id),
+            Refusal::Closing | Refusal::Closed => false,
+        };
         if persistent {
-            self.admission.refuse(Refusal::Poisoned(Arc::clone(&failure)), |_| false);
+            self.admission.refuse(Refusal::Poisoned(Arc::clone(&failure)), explained);
             self.table.lock().poison();
-        } else if finished {
-            self.admission.refuse(Refusal::Finished(Arc::clone(&failure)), |_| false);
+        } else if failure.final_for_worker {
+            self.admission.refuse(Refusal::Finished(Arc::clone(&failure)), explained);
         }
         failure
     }

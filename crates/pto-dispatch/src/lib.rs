@@ -145,7 +145,7 @@ pub use options::{Options, Staging};
 pub use program::{
     Arg, Args, DispatchId, Parameter, ParameterKind, Program, ProgramId, ProgramResult, ProgramSpec, Target,
 };
-pub use pto_domain::{Lease, LeasedBuffer};
+pub use pto_domain::{Lease, LeaseError, LeasedBuffer};
 pub use pto_simpler_sys as sys;
 pub use stats::ProgramStats;
 pub use task::{Group, Task};

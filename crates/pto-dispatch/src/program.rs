@@ -167,7 +167,9 @@ pub type ProgramResult = Result<(), Box<dyn std::error::Error + Send + Sync>>;
 ///
 /// `build` runs on the submitting thread, one build of a worker at a time. It may fail or panic: the run is
 /// cancelled and the worker stays sound. It must not hand calls on the same worker to another thread and wait for
-/// them: such a call waits for the build, and the build would wait for it.
+/// them: such a call waits for the build, and the build would wait for it. For the same reason builders of two workers
+/// must not submit to each other: each would hold its own build and wait for the other's. Calls from builders go in one
+/// direction between workers, or through [`try_submit`](crate::PreparedWorker::try_submit), which waits for no build.
 pub trait Program: Send + Sync {
     /// What the program declares.
     fn spec(&self) -> &ProgramSpec;

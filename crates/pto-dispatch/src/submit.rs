@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
-use pto_simpler_sys::{Backend, BackendError, Call, CallConfig, RunId, RunState, SubmitError};
+use pto_simpler_sys::{Backend, BackendError, Call, CallConfig, Effect, RunId, RunState, SubmitError};
 
 use crate::build::{Built, Graph};
 use crate::completion::Dispatch;
@@ -61,7 +61,14 @@ impl Inner {
             Ok(()) => self.build(prepared, grant, storage, patience),
             Err(error) => {
                 // Before the opening, so only a failure that is final for the worker concerns anybody else.
-                let rejection = Rejection { error, first: None, returned: false, payload: None, swept: None };
+                let rejection = Rejection {
+                    error,
+                    first: None,
+                    returned: false,
+                    payload: None,
+                    swept: None,
+                    consequence: false,
+                };
                 self.reject(prepared, grant.id, false, &rejection);
                 self.give_back(grant.frame, storage);
                 Err(rejection.error)
@@ -255,7 +262,9 @@ impl Inner {
         };
         let unseen = swept.is_some();
         secondary.extend(swept);
-        let failure: Arc<Failure> = self.fail(DispatchId(id), Arc::clone(&program.name), cause, secondary);
+        let id = DispatchId(id);
+        let failure: Arc<Failure> =
+            self.fail(id, Arc::clone(&program.name), cause, secondary, rejection.consequence);
         if !unseen {
             // The submitter has all of it.
             failure.mark_delivered();
@@ -299,6 +308,8 @@ struct Rejection {
     payload: Option<Payload>,
     /// The backend could not clean up after the failed build.
     swept: Option<BackendError>,
+    /// The backend was finished before and did nothing: an older dispatch is the cause.
+    consequence: bool,
 }
 
 impl Verdict {
@@ -311,8 +322,16 @@ impl Verdict {
         };
         // Where the backend unwound, the error is about that.
         let returned = submitted.is_ok() && matches!(built, Built::Failed { returned: true, .. });
-        let rejected =
-            |error, first, payload| Self::Rejected(Box::new(Rejection { error, first, returned, payload, swept }));
+        // Refused before the build, with nothing done, by a worker that takes no more: that was decided earlier.
+        let consequence = match (&submitted, &built) {
+            (Ok(Err(SubmitError::Backend(error))), Built::NotCalled) => {
+                error.runtime().is_some_and(|failure| failure.fatal && failure.effect == Effect::None)
+            }
+            _ => false,
+        };
+        let rejected = |error, first, payload| {
+            Self::Rejected(Box::new(Rejection { error, first, returned, payload, swept, consequence }))
+        };
         match (submitted, built) {
             (Ok(Ok(())), Built::Complete) => Self::Accepted,
             (Ok(_), Built::Failed { error, first, .. }) => rejected(error, first, None),

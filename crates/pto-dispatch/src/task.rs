@@ -14,6 +14,8 @@ pub struct Task<'a, 'b> {
     args: TaskArgs,
     /// The chip that the arguments live on, as soon as one says so.
     chip: Result<Option<ChipId>, (ChipId, ChipId)>,
+    /// The first argument that cannot be.
+    wrong: Option<Error>,
 }
 
 impl<'a, 'b> Task<'a, 'b> {
@@ -21,13 +23,16 @@ impl<'a, 'b> Task<'a, 'b> {
         build.check_sticky()?;
         let mut args = build.state.storage.borrow_mut().task_args.pop().unwrap_or_default();
         args.clear();
-        Ok(Self { build, callable, args, chip: Ok(None) })
+        Ok(Self { build, callable, args, chip: Ok(None), wrong: None })
     }
 
     /// Adds a tensor.
     pub fn tensor(mut self, tensor: Tensor<'b>) -> Self {
         self.args.tensor(tensor.arg);
         note_chip(&mut self.chip, tensor.chip);
+        if let Err(error) = tensor.check() {
+            self.wrong.get_or_insert(error);
+        }
         self
     }
 
@@ -41,9 +46,11 @@ impl<'a, 'b> Task<'a, 'b> {
     ///
     /// # Errors
     ///
-    /// [`Error::Build`]: the callable is not for chips, the arguments do not match its signature, exceed a limit or
-    /// live on another chip (nothing was done). [`Error::Backend`]: the backend refused or failed.
-    pub fn submit(self, chip: ChipId) -> Result<(), Error> {
+    /// [`Error::Build`]: the callable is not for chips, the arguments do not match its signature, exceed a limit, end
+    /// beyond their memory or live on another chip (nothing was done). [`Error::Backend`]: the backend refused or
+    /// failed.
+    pub fn submit(mut self, chip: ChipId) -> Result<(), Error> {
+        self.check_arguments()?;
         expect_kind(self.callable, CallableKind::Chip)?;
         check_args(self.build, self.callable, &self.args)?;
         check_chip(self.callable, self.chip, chip)?;
@@ -60,7 +67,8 @@ impl<'a, 'b> Task<'a, 'b> {
     /// # Errors
     ///
     /// As [`submit`](Self::submit); the callable must be one for sub-workers and its tensors host memory.
-    pub fn submit_sub(self) -> Result<(), Error> {
+    pub fn submit_sub(mut self) -> Result<(), Error> {
+        self.check_arguments()?;
         expect_kind(self.callable, CallableKind::Sub)?;
         check_args(self.build, self.callable, &self.args)?;
         if let Ok(None) = self.chip {
@@ -73,6 +81,10 @@ impl<'a, 'b> Task<'a, 'b> {
         self.build.open()?;
         self.build.state.tasks.set(true);
         self.build.effect(Call::SubmitSub, || self.build.orchestrator.submit_sub(self.callable.id, &self.args))
+    }
+
+    fn check_arguments(&mut self) -> Result<(), Error> {
+        self.wrong.take().map_or(Ok(()), Err)
     }
 }
 
@@ -128,6 +140,9 @@ impl<'a, 'b> Group<'a, 'b> {
                 {
                     self.complain(Error::build(format!("a tensor on {home} cannot be an argument on {chip}")));
                 }
+                if let Err(error) = tensor.check() {
+                    self.complain(error);
+                }
             }
             None => self.complain(Error::build("name the member before its arguments")),
         }
@@ -158,8 +173,8 @@ impl<'a, 'b> Group<'a, 'b> {
     ///
     /// # Errors
     ///
-    /// [`Error::Build`]: no members, a chip named twice, arguments that do not match the signature, exceed a limit
-    /// or live on another chip (nothing was done). [`Error::Backend`]: the backend refused or failed.
+    /// [`Error::Build`]: no members, a chip named twice, arguments that do not match the signature, exceed a limit,
+    /// end beyond their memory or live on another chip (nothing was done). [`Error::Backend`]: the backend refused or failed.
     pub fn submit(mut self) -> Result<(), Error> {
         if let Some(error) = self.wrong.take() {
             return Err(error);

@@ -88,6 +88,9 @@ impl PreparedWorker {
     /// handle once the backend has accepted the run. The arguments are copied (reference counts only); the caller
     /// keeps its list.
     ///
+    /// Inside a graph builder of *another* worker this may wait for a build of this one. Two workers whose builders
+    /// submit to each other on two threads wait for each other for good; see [`Program`].
+    ///
     /// # Errors
     ///
     /// Misuse, with nothing done and the worker usable: [`Error::UnknownProgram`], [`Error::Arguments`],
