@@ -487,6 +487,8 @@ fn an_opening_that_fails_waits_for_the_older_end_that_explains_it() {
         assert!(matches!(&outcome, Err(Error::Poisoned(f)) if f.id == older.id()), "{outcome:?}");
     });
     rig.worker.close().unwrap();
+    bench.assert_clean();
+}
 
 /// Rule 17: a backend that an older run has finished turns the next submission away before it reports the end of that
 /// run. What ended the worker is the older failure, in both modes, although it is recorded later.
