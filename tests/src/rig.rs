@@ -5,13 +5,14 @@
 
 use std::sync::Arc;
 
-use pto_dispatch::{Options, PreparedWorker, Program, ProgramId};
+use pto_dispatch::{Args, Options, PreparedWorker, Program, ProgramId};
 use pto_mock::conformance::BackendSpec;
 use pto_mock::{Completion, Emulator, EmulatorBuilder, EventKind, Journal, Memory, kernels};
 use pto_simpler_sys::{Backend, DevicePlace, DomainId, RunId};
 
 use crate::backend;
 use crate::gate::HangGuard;
+use crate::scenario::f1;
 use crate::shm::ShmDir;
 use crate::spy::Spy;
 
@@ -68,6 +69,19 @@ impl Bench {
         let emulator = builder.build().unwrap();
         let mut rig = Self::prepare_on(options, programs, Arc::clone(&emulator) as Arc<dyn Backend>);
         rig.emulator = Some(emulator);
+        rig
+    }
+
+    /// F1n of the scenarios: F1 persistent, with reset off, on an emulator, warm. The warm-up is run 1.
+    ///
+    /// # Panics
+    ///
+    /// Where it cannot be prepared or run.
+    #[must_use]
+    pub fn f1n(&self) -> Rig {
+        let rig = self.prepare(&Options::persistent().reset(false), &[f1()], self.builder());
+        rig.worker.call(&Args::new()).unwrap();
+        rig.until_idle();
         rig
     }
 

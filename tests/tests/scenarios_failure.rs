@@ -11,19 +11,11 @@ use pto_mock::{EventKind, Fault, FaultEffect, FreeCause, Journal};
 use pto_simpler_sys::{
     Access, Backend, Call, ChipId, DataType, DomainRequest, Effect, Family, NamedBuffer, RunId, RuntimeFailure,
 };
-use pto_tests::rig::{Bench, Rig, emulator_only, submits};
+use pto_tests::rig::{Rig, emulator_only, submits};
 use pto_tests::scenario::{DOMAIN, add, add_one, f1, program, signal_program, signal_request};
 
 fn no_args() -> Args {
     Args::new()
-}
-
-/// F1n: F1 persistent, reset off, warm. The warm-up is run 1.
-fn f1n(bench: &Bench) -> Rig {
-    let rig = bench.prepare(&Options::persistent().reset(false), &[f1()], bench.builder());
-    rig.worker.call(&no_args()).unwrap();
-    rig.until_idle();
-    rig
 }
 
 fn task_submits(journal: &Journal) -> usize {
@@ -103,7 +95,7 @@ fn s50_a_failure_before_opening_rejects_that_dispatch_only() {
 #[test]
 fn s51_abandoned_run() {
     let Some(bench) = emulator_only("s51") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     rig.emulator().arm(Fault::new(Call::Run, FaultEffect::Unwind));
     let outcome = rig.worker.call(&no_args());
     let Err(Error::Failed(failure)) = &outcome else { panic!("{outcome:?}") };

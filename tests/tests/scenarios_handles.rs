@@ -13,19 +13,11 @@ use pto_simpler_sys::{
 };
 use pto_tests::gate::Gate;
 use pto_tests::parked;
-use pto_tests::rig::{Bench, Rig, copies, emulator_only, submits};
+use pto_tests::rig::{Rig, copies, emulator_only, submits};
 use pto_tests::scenario::{add, f0, f1, program};
 
 fn no_args() -> Args {
     Args::new()
-}
-
-/// F1n: F1 persistent, reset off, warm. The warm-up is run 1.
-fn f1n(bench: &Bench) -> Rig {
-    let rig = bench.prepare(&Options::persistent().reset(false), &[f1()], bench.builder());
-    rig.worker.call(&no_args()).unwrap();
-    rig.until_idle();
-    rig
 }
 
 fn failure_of_run() -> RuntimeFailure {
@@ -118,7 +110,7 @@ fn s37_whose_error_is_it_ordinary() {
 #[test]
 fn s37_whose_error_is_it_persistent() {
     let Some(bench) = emulator_only("s37b") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     rig.hold_runs();
     let first = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
     let second = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
@@ -145,7 +137,7 @@ fn s37_whose_error_is_it_persistent() {
 #[test]
 fn s38_waiting_with_a_limit() {
     let Some(bench) = emulator_only("s38") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     rig.hold_runs();
     let dispatch = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
     let early = dispatch.wait_timeout(Duration::ZERO);
@@ -435,7 +427,7 @@ fn s45_dropped_handles_ordinary() {
 #[test]
 fn s45_dropped_handles_persistent() {
     let Some(bench) = emulator_only("s45b") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     let rest = drop_five(&rig, 2);
     for refused in &rest {
         let Err(Error::Poisoned(failure)) = refused else { panic!("{refused:?}") };

@@ -24,14 +24,6 @@ fn persistent() -> Options {
     Options::persistent().reset(false)
 }
 
-/// F1n: F1 persistent, reset off, warm. The warm-up is run 1.
-fn f1n(bench: &Bench) -> Rig {
-    let rig = bench.prepare(&persistent(), &[f1()], bench.builder());
-    rig.worker.call(&no_args()).unwrap();
-    rig.until_idle();
-    rig
-}
-
 fn frees_by(journal: &Journal, cause: FreeCause) -> usize {
     journal.count(|e| matches!(e, EventKind::Free { cause: c, .. } if *c == cause))
 }
@@ -50,7 +42,7 @@ fn until_closing(rig: &Rig) {
 #[test]
 fn s01_close_order() {
     let Some(bench) = emulator_only("s01") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     rig.hold_runs();
     let second = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
     let third = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
@@ -136,7 +128,7 @@ fn s03_close_twice() {
 #[test]
 fn s03_close_after_a_failed_close() {
     let Some(bench) = emulator_only("s03b") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     rig.emulator().arm(Fault::new(Call::Close, FaultEffect::Before));
     let Err(Error::Close(failure)) = rig.worker.close() else { panic!("the backend's close fails") };
     assert!(!failure.complete && failure.others.is_empty(), "{failure:?}");
@@ -155,7 +147,7 @@ fn s03_close_after_a_failed_close() {
 #[test]
 fn s04_two_threads_close() {
     let Some(bench) = emulator_only("s04") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     rig.emulator().arm(Fault::new(Call::Close, FaultEffect::Hang));
     std::thread::scope(|scope| {
         let _rescue = rig.rescue();
@@ -174,7 +166,7 @@ fn s04_two_threads_close() {
 #[test]
 fn s04_two_threads_close_and_get_the_same_error() {
     let Some(bench) = emulator_only("s04b") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     // The teardown is parked in the release, and fails afterwards in the backend's close.
     rig.emulator().arm(Fault::new(Call::ReleaseDomain, FaultEffect::Hang));
     rig.emulator().arm(Fault::new(Call::Close, FaultEffect::Before));
@@ -227,7 +219,7 @@ fn s05_backend_panics_while_staging_is_released() {
 #[test]
 fn s05_reporting_thread_and_a_waiter_panic() {
     let Some(bench) = emulator_only("s05b") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     rig.hold_runs();
     rig.spy.panic_after_end.store(true, Ordering::SeqCst);
     let dispatch = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
@@ -290,7 +282,7 @@ fn s06_one_bad_release_does_not_strand_the_others() {
 #[test]
 fn s07_asked_to_release_is_not_freed() {
     let Some(bench) = emulator_only("s07") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     rig.spy.lie_about_release.store(true, Ordering::SeqCst);
     let Err(Error::Close(failure)) = rig.worker.close() else { panic!("the domain is not freed") };
     assert!(failure.complete, "{failure:?}");
@@ -302,7 +294,7 @@ fn s07_asked_to_release_is_not_freed() {
 
 /// An explicit release races the sweep of the backend's close; `park` stops the winner in the middle of its work.
 fn release_against_sweep(bench: &Bench, park: &[Fault], sweep_first: bool) -> (Rig, [Result<(), BackendError>; 2]) {
-    let rig = f1n(bench);
+    let rig = bench.f1n();
     let [(_, domain)] = allocations(&rig.journal())[..] else { panic!("one domain") };
     park.iter().for_each(|fault| rig.emulator().arm(*fault));
     let results = std::thread::scope(|scope| {
@@ -370,7 +362,7 @@ fn s08_the_loser_repeats_an_error() {
 #[test]
 fn s08_a_lost_release_reply_is_unknown() {
     let Some(bench) = emulator_only("s08d") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     let [(_, domain)] = allocations(&rig.journal())[..] else { panic!("one domain") };
     rig.emulator().arm(Fault::new(Call::ReleaseDomain, FaultEffect::NoReply));
     let Err(Error::Close(failure)) = rig.worker.close() else { panic!("the reply is lost") };
@@ -388,7 +380,7 @@ fn s08_a_lost_release_reply_is_unknown() {
 #[test]
 fn s09_drop_drains_and_releases() {
     let Some(bench) = emulator_only("s09a") else { return };
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     let (journal, emulator, spy) = (rig.journal(), rig.shared_emulator(), Arc::clone(&rig.spy));
     rig.hold_runs();
     let dispatch = rig.worker.submit(rig.ids[0], &no_args()).unwrap();
@@ -430,7 +422,7 @@ fn s09_drop_during_a_panic_and_after_a_failed_close() {
     let Some(bench) = emulator_only("s09c") else { return };
     let spy = Mutex::new(None);
     let unwound = catch_unwind(AssertUnwindSafe(|| {
-        let rig = f1n(&bench);
+        let rig = bench.f1n();
         *spy.lock().unwrap() = Some(Arc::clone(&rig.spy));
         resume_unwind(Box::new(5_i32));
     }));
@@ -439,7 +431,7 @@ fn s09_drop_during_a_panic_and_after_a_failed_close() {
     assert_eq!((spy.releases().len(), spy.closes()), (1, 1));
     bench.assert_clean();
 
-    let rig = f1n(&bench);
+    let rig = bench.f1n();
     let spy = Arc::clone(&rig.spy);
     rig.emulator().arm(Fault::new(Call::Close, FaultEffect::Before));
     assert!(rig.worker.close().is_err());

@@ -6,6 +6,7 @@
 //! 4. The outcome is published to the handles.
 //! 5. The frame is free.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
 use pto_simpler_sys::{FailureKind, RunEvents, RunId, RunOutcome};
@@ -23,7 +24,14 @@ pub(crate) struct Sink(pub(crate) Weak<Inner>);
 impl RunEvents for Sink {
     fn ended(&self, run: RunId, outcome: RunOutcome) {
         match self.0.upgrade() {
-            Some(inner) => inner.ended(run, outcome),
+            Some(inner) => {
+                inner.ended(run, outcome);
+                // The worker may have been dropped meanwhile, which leaves its programs to this thread. What they do in
+                // their destructors is the user's, and must not unwind into the backend.
+                if catch_unwind(AssertUnwindSafe(|| drop(inner))).is_err() {
+                    tracing::error!(%run, "a program panicked while it was dropped");
+                }
+            }
             None => tracing::error!(%run, "a run ended after its worker was gone"),
         }
     }

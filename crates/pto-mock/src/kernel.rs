@@ -130,6 +130,47 @@ impl TaskContext {
     }
 }
 
+/// What chip tasks and sub-worker tasks see in the same way.
+macro_rules! task_arguments {
+    () => {
+        /// The run that the task belongs to.
+        #[must_use]
+        pub fn run(&self) -> RunId {
+            self.task.run
+        }
+
+        /// Number of tensors.
+        #[must_use]
+        pub fn tensors(&self) -> usize {
+            self.task.tensors.len()
+        }
+
+        /// Number of scalars.
+        #[must_use]
+        pub fn scalars(&self) -> usize {
+            self.task.scalars.len()
+        }
+
+        /// A scalar argument.
+        ///
+        /// # Errors
+        ///
+        /// [`KernelError::NoArgument`].
+        pub fn scalar(&self, index: usize) -> Result<u64, KernelError> {
+            self.task.scalar(index)
+        }
+
+        /// The bytes of a tensor argument. Read-only where its access is `Input`.
+        ///
+        /// # Errors
+        ///
+        /// [`KernelError::NoArgument`].
+        pub fn tensor(&self, index: usize) -> Result<MemoryView, KernelError> {
+            self.task.tensor(index)
+        }
+    };
+}
+
 /// What a chip task sees.
 pub struct Kernel<'a> {
     pub(crate) chip: ChipId,
@@ -149,41 +190,7 @@ impl Kernel<'_> {
         self.chip
     }
 
-    /// The run that the task belongs to.
-    #[must_use]
-    pub fn run(&self) -> RunId {
-        self.task.run
-    }
-
-    /// Number of tensors.
-    #[must_use]
-    pub fn tensors(&self) -> usize {
-        self.task.tensors.len()
-    }
-
-    /// Number of scalars.
-    #[must_use]
-    pub fn scalars(&self) -> usize {
-        self.task.scalars.len()
-    }
-
-    /// A scalar argument.
-    ///
-    /// # Errors
-    ///
-    /// [`KernelError::NoArgument`].
-    pub fn scalar(&self, index: usize) -> Result<u64, KernelError> {
-        self.task.scalar(index)
-    }
-
-    /// The bytes of a tensor argument. Read-only where its access is `Input`.
-    ///
-    /// # Errors
-    ///
-    /// [`KernelError::NoArgument`].
-    pub fn tensor(&self, index: usize) -> Result<MemoryView, KernelError> {
-        self.task.tensor(index)
-    }
+    task_arguments!();
 
     /// The domain of a device context (usually a scalar argument), as this chip sees it.
     ///
@@ -215,41 +222,7 @@ impl fmt::Debug for SubTask<'_> {
 }
 
 impl SubTask<'_> {
-    /// The run that the task belongs to.
-    #[must_use]
-    pub fn run(&self) -> RunId {
-        self.task.run
-    }
-
-    /// Number of tensors.
-    #[must_use]
-    pub fn tensors(&self) -> usize {
-        self.task.tensors.len()
-    }
-
-    /// Number of scalars.
-    #[must_use]
-    pub fn scalars(&self) -> usize {
-        self.task.scalars.len()
-    }
-
-    /// A scalar argument.
-    ///
-    /// # Errors
-    ///
-    /// [`KernelError::NoArgument`].
-    pub fn scalar(&self, index: usize) -> Result<u64, KernelError> {
-        self.task.scalar(index)
-    }
-
-    /// The bytes of a tensor argument. Read-only where its access is `Input`.
-    ///
-    /// # Errors
-    ///
-    /// [`KernelError::NoArgument`].
-    pub fn tensor(&self, index: usize) -> Result<MemoryView, KernelError> {
-        self.task.tensor(index)
-    }
+    task_arguments!();
 }
 
 /// A domain as one member sees it: its own rank, and every member's window.

@@ -63,6 +63,19 @@ impl Core {
         Ok(())
     }
 
+    /// A task holds up its own run, and with it whatever waits for that run or for a later one.
+    fn refuse_in_task(&self) -> Result<(), BackendError> {
+        let here = thread::current().id();
+        let state = self.state.lock();
+        let finisher = state.threads.finisher.as_ref().map(|thread| thread.thread().id());
+        if state.threads.ids.contains(&here) && finisher != Some(here) {
+            let message = "called by a task, on its thread; it would wait for the run of the task itself; hand it to \
+                           another thread";
+            return Err(BackendError::misuse(Call::Task, message));
+        }
+        Ok(())
+    }
+
     pub(crate) fn refuse_in_build(&self, call: Call) -> Result<(), BackendError> {
         let here = thread::current().id();
         if self.state.lock().building.is_some_and(|building| building.thread == here) {
@@ -360,7 +373,7 @@ impl Backend for Emulator {
     }
 
     fn check_blocking(&self) -> Result<(), BackendError> {
-        Ok(())
+        self.core.refuse_in_task()
     }
 
     fn register(&self, callable: &CallableSpec) -> Result<Registered, BackendError> {

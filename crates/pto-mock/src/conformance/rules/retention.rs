@@ -1,8 +1,10 @@
 //! Retained domains: found again, kept between successful runs, freed after failed ones, released by the caller.
 
-use pto_simpler_sys::{Call, ChipId, DomainAllocation, DomainId, DomainState, Retention, SubmitError, TensorPlace};
+use pto_simpler_sys::{
+    Call, ChipId, DomainAllocation, DomainId, DomainState, Retention, RunId, SubmitError, TensorPlace,
+};
 
-use super::super::rig::{Domain, Must, Rig, broken, ensure, fresh, packed, refused, same};
+use super::super::rig::{Domain, Gate, Must, Rig, broken, ensure, fresh, packed, refused, same};
 use super::super::{BackendFactory, Outcome, Stop};
 
 fn start(factory: &dyn BackendFactory) -> Result<Rig<'_>, Stop> {
@@ -258,14 +260,19 @@ pub fn a_domain_in_flight_is_freed_only_after_its_run(factory: &dyn BackendFacto
         gate.hold(o)?;
         Ok(domain)
     })?;
-    gate.wait_entered()?;
-    rig.backend.release_domain(domain.id).must("release_domain while its run is in flight")?;
-    same("state while its run is in flight", state(&rig, domain.id)?, DomainState::Released)?;
-    gate.open()?;
-    rig.succeeds(run)?;
-    same("state after its run", state(&rig, domain.id)?, DomainState::Freed)?;
+    freed_after(&rig, &gate, run, domain.id)?;
     drop(gate);
     rig.finish()
+}
+
+/// Releases a domain while `run` uses it and is held at `gate`: it is freed once the run is over.
+fn freed_after(rig: &Rig<'_>, gate: &Gate<'_>, run: RunId, domain: DomainId) -> Outcome {
+    gate.wait_entered()?;
+    rig.backend.release_domain(domain).must("release_domain while its run is in flight")?;
+    same("state while its run is in flight", state(rig, domain)?, DomainState::Released)?;
+    gate.open()?;
+    rig.succeeds(run)?;
+    same("state after its run", state(rig, domain)?, DomainState::Freed)
 }
 
 /// A retained domain that a run in flight has registered is not freed by a release before that run is over.
@@ -278,12 +285,7 @@ pub fn a_registered_domain_is_freed_only_after_its_run(factory: &dyn BackendFact
         rig.retained(o, &name, &request)?;
         gate.hold(o)
     })?;
-    gate.wait_entered()?;
-    rig.backend.release_domain(domain.id).must("release_domain while its run is in flight")?;
-    same("state while its run is in flight", state(&rig, domain.id)?, DomainState::Released)?;
-    gate.open()?;
-    rig.succeeds(run)?;
-    same("state after its run", state(&rig, domain.id)?, DomainState::Freed)?;
+    freed_after(&rig, &gate, run, domain.id)?;
     drop(gate);
     rig.finish()
 }
