@@ -1,29 +1,27 @@
 //! The backend over one Simpler worker.
 
 use std::cell::Cell;
-use std::num::NonZeroUsize;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use nix::errno::Errno;
 use parking_lot::Mutex;
-use pyo3::intern;
 use pyo3::prelude::*;
 
 use super::building::{self, GraphBuildFailed};
 use super::callables;
+use super::ending::FORCED_END;
+use super::host::out_of_bounds;
 use super::interpreter;
-use super::memory::Mapping;
 use super::options::SimplerOptions;
 use super::orchestrator::{self, SimplerOrchestrator};
 use super::owner::Owner;
 use super::probe::{self, RuntimeInfo};
 use super::process::Monitor;
 use super::runs::Uses;
-use super::shared::{Accepted, HostBuffer, Phase, Resident, Shared, unknown};
+use super::shared::{Accepted, Phase, Resident, Shared, unknown};
 use super::table::Key;
 use super::views::Views;
 use super::{result, start, waiter};
@@ -37,20 +35,17 @@ use crate::error::{BackendError, BuildFailed, Call, Effect, FailureKind, Runtime
 use crate::ids::{CallableId, ChipId, DeviceBufferId, DomainId, HostBufferId, RunId};
 use crate::orchestrator::GraphBuilder;
 
-/// How long a forced end waits for processes and for the waiter thread.
-const FORCED_END: Duration = Duration::from_secs(5);
-
 /// A [`Backend`] over the genuine Simpler runtime, in this process. See the [module](super) for its rules.
 #[derive(Debug)]
 pub struct SimplerBackend {
-    shared: Arc<Shared>,
-    owner: Owner,
+    pub(super) shared: Arc<Shared>,
+    pub(super) owner: Owner,
     info: RuntimeInfo,
-    waiter: Mutex<Option<JoinHandle<()>>>,
-    monitor: Mutex<Option<Monitor>>,
+    pub(super) waiter: Mutex<Option<JoinHandle<()>>>,
+    pub(super) monitor: Mutex<Option<Monitor>>,
     /// Held by the thread that closes; others wait for it. Never held attached.
     closing: Mutex<()>,
-    next_buffer: AtomicU64,
+    pub(super) next_buffer: AtomicU64,
 }
 
 impl SimplerBackend {
@@ -184,224 +179,6 @@ impl SimplerBackend {
             Err(_) if build_failed => Err(SubmitError::Build(BuildFailed)),
             other => Ok(other?),
         }
-    }
-
-    fn host_buffer(&self, nbytes: u64, read_only: bool) -> Result<HostBufferId, BackendError> {
-        let call = Call::CreateBuffer;
-        let shared = &*self.shared;
-        shared.check_caller(call)?;
-        shared.require(call, &[Phase::New, Phase::Ready])?;
-        let out_of_memory = |type_name: &str, message: String| {
-            RuntimeFailure::new(call, type_name, message)
-                .with_kind(FailureKind::OutOfSharedMemory { requested_bytes: nbytes })
-        };
-        if nbytes == 0 {
-            return Err(BackendError::misuse(call, "0 bytes asked for; ask for at least 1"));
-        }
-        let Some(len) = usize::try_from(nbytes).ok().filter(|n| isize::try_from(*n).is_ok()) else {
-            return Err(out_of_memory("OverflowError", "more than the address space".to_owned()).into());
-        };
-        let Some(len) = NonZeroUsize::new(len) else {
-            return Err(BackendError::broken(call, "a checked size is zero"));
-        };
-        let errno = |what: &str, e: Errno| {
-            let message = format!("{what}: {e}");
-            match e {
-                Errno::ENOSPC | Errno::ENOMEM | Errno::EFBIG => out_of_memory("OSError", message),
-                _ => RuntimeFailure::new(call, "OSError", message),
-            }
-        };
-        if shared.phase() == Phase::New {
-            let mapping = Mapping::anonymous(len).map_err(|e| errno("shared memory cannot be mapped", e))?;
-            let number = self.next_buffer.fetch_add(1, Ordering::Relaxed);
-            let object = Python::attach(|py| {
-                shared
-                    .api
-                    .wrap_inherited(py, mapping.address(), nbytes, number, !read_only)
-                    .map(Bound::unbind)
-                    .map_err(|e| BackendError::from(result::failure(py, call, &e)))
-            })?;
-            return Ok(shared.add_host(object, Arc::new(mapping), nbytes, read_only, None));
-        }
-        if !read_only && let Some(stored) = shared.stored_host(nbytes) {
-            return Ok(shared.host.lock().add(stored));
-        }
-        let (object, name) = Python::attach(|py| {
-            let worker = shared.worker(py, call)?;
-            let buffer =
-                shared.api.create_buffer(&worker, nbytes).map_err(|e| result::host_allocation(py, &e, nbytes))?;
-            let name = || -> PyResult<String> {
-                if read_only {
-                    shared.api.make_read_only(&buffer)?;
-                }
-                buffer.getattr(intern!(py, "shm"))?.getattr(intern!(py, "name"))?.extract()
-            };
-            let name = name().map_err(|e| BackendError::from(result::failure(py, call, &e)));
-            Ok::<_, BackendError>((buffer.unbind(), name))
-        })?;
-        let mapping = name.and_then(|name| {
-            Mapping::named(&name, len)
-                .map(|mapping| (Arc::new(mapping), name))
-                .map_err(|e| errno("shared memory cannot be reserved", e).into())
-        });
-        match mapping {
-            Ok((mapping, name)) => Ok(shared.add_host(object, mapping, nbytes, read_only, Some(name))),
-            Err(error) => {
-                shared.defer_release(object);
-                // What released buffers hold may be what is missing next time.
-                shared.empty_store();
-                shared.drain_deferred();
-                Err(error)
-            }
-        }
-    }
-
-    fn mapping(&self, call: Call, id: HostBufferId, writing: bool) -> Result<(Arc<Mapping>, u64), BackendError> {
-        self.shared.check_process(call)?;
-        let host = self.shared.host.lock();
-        let buffer = host.at(id).ok_or_else(|| unknown(call, id))?;
-        if writing && buffer.read_only {
-            return Err(BackendError::misuse(call, format!("{id} is read-only; write to another buffer")));
-        }
-        Ok((Arc::clone(&buffer.mapping), buffer.nbytes))
-    }
-
-    /// Everything of a worker that is over: its threads, and what its tables hold.
-    fn clear(&self) {
-        let shared = &*self.shared;
-        self.stop_monitor();
-        let domains: Vec<DomainId> = {
-            let domains = shared.domains.lock();
-            domains.table.keys().collect()
-        };
-        for id in domains {
-            let domain = shared.domains.lock().freed(id);
-            drop(domain);
-        }
-        let host = shared.host.lock().drain();
-        let stored = shared.store.lock().drain();
-        let resident = shared.resident.lock().drain();
-        let scratch = shared.scratch.lock().drain();
-        let handles = std::mem::take(&mut *shared.handles.lock());
-        let callables = std::mem::take(&mut *shared.callables.lock());
-        drop((host, stored, resident, scratch, handles, callables));
-    }
-
-    fn stop_monitor(&self) {
-        let monitor = self.monitor.lock().take();
-        if let Some(monitor) = monitor {
-            monitor.stop();
-        }
-    }
-
-    /// Lets the waiter see the accepted runs to their ends, and ends it.
-    fn stop_waiter(&self) {
-        self.shared.accepted.close();
-        let waiter = self.waiter.lock().take();
-        if let Some(waiter) = waiter
-            && waiter.thread().id() != std::thread::current().id()
-        {
-            // It does not unwind unless the receiver of the events does, against its contract.
-            let _ = waiter.join();
-        }
-    }
-
-    /// Closes a worker that came up although the start failed in a later step.
-    fn undo_start(&self) {
-        self.stop_waiter();
-        let job = Arc::clone(&self.shared);
-        let undone = self.owner.run(Call::Start, move |py| {
-            let Ok(worker) = job.worker(py, Call::Start) else { return Ok(()) };
-            job.api.close(&worker).map_err(|e| BackendError::from(result::failure(py, Call::Close, &e)))?;
-            drop(worker);
-            drop(job.take_worker());
-            Ok(())
-        });
-        if let Err(error) = undone {
-            tracing::warn!(%error, "a worker whose start failed half way could not be closed");
-        }
-    }
-
-    fn close_started(&self) -> Result<(), BackendError> {
-        let call = Call::Close;
-        let shared = &self.shared;
-        // A thread that builds holds this lock; after it nobody gets in any more.
-        drop(shared.build_lock.acquire());
-        shared.runs.wait_until_ended();
-        self.stop_waiter();
-        if shared.phase() == Phase::Closed {
-            // Abandoned meanwhile.
-            return Ok(());
-        }
-        shared.empty_store();
-        shared.drain_deferred();
-        shared.children.look();
-        shared.children.closing();
-        if shared.children.first_death().is_some() && shared.domains.lock().table.values().next().is_some() {
-            // A member's death makes an orderly release wait for minutes and then fail; without peers it fails at
-            // once.
-            shared.children.end_chips();
-        }
-        let job = Arc::clone(shared);
-        let closed = self.owner.run(call, move |py| {
-            let worker = job.worker(py, call)?;
-            job.api.close(&worker).map_err(|e| {
-                let failure = result::classified(py, call, &e, &job.children, Effect::Unknown);
-                BackendError::from(job.note(failure))
-            })?;
-            drop(worker);
-            drop(job.take_worker());
-            Ok(())
-        });
-        self.stop_monitor();
-        shared.children.look();
-        match closed {
-            Ok(()) => {
-                shared.children.clear();
-                self.clear();
-                shared.enter(call, &[Phase::Closing], Phase::Closed)?;
-                self.owner.stop(true);
-                match shared.deferred_failure.lock().take() {
-                    None => Ok(()),
-                    Some(error) => Err(error),
-                }
-            }
-            Err(error) if shared.children.first_death().is_some() => {
-                // The runtime will never get this right; the reference stays, everything else goes.
-                let (_, left) = self.destroy();
-                shared.enter(call, &[Phase::Closing], Phase::Closed)?;
-                let mut failure = error
-                    .runtime()
-                    .cloned()
-                    .unwrap_or_else(|| RuntimeFailure::new(call, "RuntimeError", error.to_string()));
-                // Everything went well but for the exit of a process whose death is known.
-                if left.is_empty() && failure.message.contains("child teardown: pid") {
-                    return Ok(());
-                }
-                failure.message = format!(
-                    "{}; the worker's processes were ended and its shared memory was removed instead, left: {}",
-                    failure.message,
-                    if left.is_empty() { "nothing".to_owned() } else { left.join(", ") }
-                );
-                failure.call = call;
-                failure.effect = Effect::Done;
-                Err(failure.into())
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Ends the processes by force, removes their shared memory, and gives up the worker without collecting it.
-    fn destroy(&self) -> (Vec<ChipId>, Vec<String>) {
-        let shared = &*self.shared;
-        self.stop_monitor();
-        let names: Vec<String> = shared.host.lock().values().filter_map(|b| b.name.clone()).collect();
-        shared.children.own_names(names);
-        shared.children.own_names(shared.store.lock().names());
-        let (ended, left) = shared.children.destroy(FORCED_END);
-        self.clear();
-        self.owner.stop(false);
-        (ended, left)
     }
 }
 
@@ -718,22 +495,5 @@ impl Drop for SimplerBackend {
                 }
             }
         }
-    }
-}
-
-fn out_of_bounds(call: Call, id: HostBufferId, offset: u64, len: usize, nbytes: u64) -> BackendError {
-    BackendError::misuse(call, format!("{len} bytes from byte {offset} on, and {id} has {nbytes}"))
-}
-
-impl Shared {
-    fn add_host(
-        &self,
-        object: Py<PyAny>,
-        mapping: Arc<Mapping>,
-        nbytes: u64,
-        read_only: bool,
-        name: Option<String>,
-    ) -> HostBufferId {
-        self.host.lock().add(HostBuffer { mapping, views: Views::new(object), nbytes, read_only, name })
     }
 }

@@ -1,0 +1,153 @@
+//! The end of a worker: in order, after a failed start, and by force.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::result;
+use super::shared::Phase;
+use super::worker::SimplerBackend;
+use crate::error::{BackendError, Call, Effect, RuntimeFailure};
+use crate::ids::{ChipId, DomainId};
+
+/// How long a forced end waits for processes and for the waiter thread.
+pub(super) const FORCED_END: Duration = Duration::from_secs(5);
+
+impl SimplerBackend {
+    /// Everything of a worker that is over: its threads, and what its tables hold.
+    pub(super) fn clear(&self) {
+        let shared = &*self.shared;
+        self.stop_monitor();
+        let domains: Vec<DomainId> = {
+            let domains = shared.domains.lock();
+            domains.table.keys().collect()
+        };
+        for id in domains {
+            let domain = shared.domains.lock().freed(id);
+            drop(domain);
+        }
+        let host = shared.host.lock().drain();
+        let stored = shared.store.lock().drain();
+        let resident = shared.resident.lock().drain();
+        let scratch = shared.scratch.lock().drain();
+        let handles = std::mem::take(&mut *shared.handles.lock());
+        let callables = std::mem::take(&mut *shared.callables.lock());
+        drop((host, stored, resident, scratch, handles, callables));
+    }
+
+    pub(super) fn stop_monitor(&self) {
+        let monitor = self.monitor.lock().take();
+        if let Some(monitor) = monitor {
+            monitor.stop();
+        }
+    }
+
+    /// Lets the waiter see the accepted runs to their ends, and ends it.
+    pub(super) fn stop_waiter(&self) {
+        self.shared.accepted.close();
+        let waiter = self.waiter.lock().take();
+        if let Some(waiter) = waiter
+            && waiter.thread().id() != std::thread::current().id()
+        {
+            // It does not unwind unless the receiver of the events does, against its contract.
+            let _ = waiter.join();
+        }
+    }
+
+    /// Closes a worker that came up although the start failed in a later step.
+    pub(super) fn undo_start(&self) {
+        self.stop_waiter();
+        let job = Arc::clone(&self.shared);
+        let undone = self.owner.run(Call::Start, move |py| {
+            let Ok(worker) = job.worker(py, Call::Start) else { return Ok(()) };
+            job.api.close(&worker).map_err(|e| BackendError::from(result::failure(py, Call::Close, &e)))?;
+            drop(worker);
+            drop(job.take_worker());
+            Ok(())
+        });
+        if let Err(error) = undone {
+            tracing::warn!(%error, "a worker whose start failed half way could not be closed");
+        }
+    }
+
+    pub(super) fn close_started(&self) -> Result<(), BackendError> {
+        let call = Call::Close;
+        let shared = &self.shared;
+        // A thread that builds holds this lock; after it nobody gets in any more.
+        drop(shared.build_lock.acquire());
+        shared.runs.wait_until_ended();
+        self.stop_waiter();
+        if shared.phase() == Phase::Closed {
+            // Abandoned meanwhile.
+            return Ok(());
+        }
+        shared.empty_store();
+        shared.drain_deferred();
+        shared.children.look();
+        shared.children.closing();
+        if shared.children.first_death().is_some() && shared.domains.lock().table.values().next().is_some() {
+            // A member's death makes an orderly release wait for minutes and then fail; without peers it fails at
+            // once.
+            shared.children.end_chips();
+        }
+        let job = Arc::clone(shared);
+        let closed = self.owner.run(call, move |py| {
+            let worker = job.worker(py, call)?;
+            job.api.close(&worker).map_err(|e| {
+                let failure = result::classified(py, call, &e, &job.children, Effect::Unknown);
+                BackendError::from(job.note(failure))
+            })?;
+            drop(worker);
+            drop(job.take_worker());
+            Ok(())
+        });
+        self.stop_monitor();
+        shared.children.look();
+        match closed {
+            Ok(()) => {
+                shared.children.clear();
+                self.clear();
+                shared.enter(call, &[Phase::Closing], Phase::Closed)?;
+                self.owner.stop(true);
+                match shared.deferred_failure.lock().take() {
+                    None => Ok(()),
+                    Some(error) => Err(error),
+                }
+            }
+            Err(error) if shared.children.first_death().is_some() => {
+                // The runtime will never get this right; the reference stays, everything else goes.
+                let (_, left) = self.destroy();
+                shared.enter(call, &[Phase::Closing], Phase::Closed)?;
+                let mut failure = error
+                    .runtime()
+                    .cloned()
+                    .unwrap_or_else(|| RuntimeFailure::new(call, "RuntimeError", error.to_string()));
+                // Everything went well but for the exit of a process whose death is known.
+                if left.is_empty() && failure.message.contains("child teardown: pid") {
+                    return Ok(());
+                }
+                failure.message = format!(
+                    "{}; the worker's processes were ended and its shared memory was removed instead, left: {}",
+                    failure.message,
+                    if left.is_empty() { "nothing".to_owned() } else { left.join(", ") }
+                );
+                failure.call = call;
+                failure.effect = Effect::Done;
+                Err(failure.into())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Ends the processes by force, removes their shared memory, and gives up the worker without collecting it.
+    pub(super) fn destroy(&self) -> (Vec<ChipId>, Vec<String>) {
+        let shared = &*self.shared;
+        self.stop_monitor();
+        let names: Vec<String> = shared.host.lock().values().filter_map(|b| b.name.clone()).collect();
+        shared.children.own_names(names);
+        shared.children.own_names(shared.store.lock().names());
+        let (ended, left) = shared.children.destroy(FORCED_END);
+        self.clear();
+        self.owner.stop(false);
+        (ended, left)
+    }
+}

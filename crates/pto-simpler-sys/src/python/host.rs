@@ -1,0 +1,124 @@
+//! Host buffers: memory that tasks of every chip can read and write.
+//!
+//! Before the start they are anonymous shared memory, which the children inherit; after it the runtime makes them, and
+//! the binding reserves them before use. See `store.rs` for what becomes of released ones.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use nix::errno::Errno;
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use super::memory::Mapping;
+use super::result;
+use super::shared::{HostBuffer, Phase, Shared, unknown};
+use super::views::Views;
+use super::worker::SimplerBackend;
+use crate::error::{BackendError, Call, FailureKind, RuntimeFailure};
+use crate::ids::HostBufferId;
+
+impl SimplerBackend {
+    pub(super) fn host_buffer(&self, nbytes: u64, read_only: bool) -> Result<HostBufferId, BackendError> {
+        let call = Call::CreateBuffer;
+        let shared = &*self.shared;
+        shared.check_caller(call)?;
+        shared.require(call, &[Phase::New, Phase::Ready])?;
+        let out_of_memory = |type_name: &str, message: String| {
+            RuntimeFailure::new(call, type_name, message)
+                .with_kind(FailureKind::OutOfSharedMemory { requested_bytes: nbytes })
+        };
+        if nbytes == 0 {
+            return Err(BackendError::misuse(call, "0 bytes asked for; ask for at least 1"));
+        }
+        let Some(len) = usize::try_from(nbytes).ok().filter(|n| isize::try_from(*n).is_ok()) else {
+            return Err(out_of_memory("OverflowError", "more than the address space".to_owned()).into());
+        };
+        let Some(len) = NonZeroUsize::new(len) else {
+            return Err(BackendError::broken(call, "a checked size is zero"));
+        };
+        let errno = |what: &str, e: Errno| {
+            let message = format!("{what}: {e}");
+            match e {
+                Errno::ENOSPC | Errno::ENOMEM | Errno::EFBIG => out_of_memory("OSError", message),
+                _ => RuntimeFailure::new(call, "OSError", message),
+            }
+        };
+        if shared.phase() == Phase::New {
+            let mapping = Mapping::anonymous(len).map_err(|e| errno("shared memory cannot be mapped", e))?;
+            let number = self.next_buffer.fetch_add(1, Ordering::Relaxed);
+            let object = Python::attach(|py| {
+                shared
+                    .api
+                    .wrap_inherited(py, mapping.address(), nbytes, number, !read_only)
+                    .map(Bound::unbind)
+                    .map_err(|e| BackendError::from(result::failure(py, call, &e)))
+            })?;
+            return Ok(shared.add_host(object, Arc::new(mapping), nbytes, read_only, None));
+        }
+        if !read_only && let Some(stored) = shared.stored_host(nbytes) {
+            return Ok(shared.host.lock().add(stored));
+        }
+        let (object, name) = Python::attach(|py| {
+            let worker = shared.worker(py, call)?;
+            let buffer =
+                shared.api.create_buffer(&worker, nbytes).map_err(|e| result::host_allocation(py, &e, nbytes))?;
+            let name = || -> PyResult<String> {
+                if read_only {
+                    shared.api.make_read_only(&buffer)?;
+                }
+                buffer.getattr(intern!(py, "shm"))?.getattr(intern!(py, "name"))?.extract()
+            };
+            let name = name().map_err(|e| BackendError::from(result::failure(py, call, &e)));
+            Ok::<_, BackendError>((buffer.unbind(), name))
+        })?;
+        let mapping = name.and_then(|name| {
+            Mapping::named(&name, len)
+                .map(|mapping| (Arc::new(mapping), name))
+                .map_err(|e| errno("shared memory cannot be reserved", e).into())
+        });
+        match mapping {
+            Ok((mapping, name)) => Ok(shared.add_host(object, mapping, nbytes, read_only, Some(name))),
+            Err(error) => {
+                shared.defer_release(object);
+                // What released buffers hold may be what is missing next time.
+                shared.empty_store();
+                shared.drain_deferred();
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) fn mapping(
+        &self,
+        call: Call,
+        id: HostBufferId,
+        writing: bool,
+    ) -> Result<(Arc<Mapping>, u64), BackendError> {
+        self.shared.check_process(call)?;
+        let host = self.shared.host.lock();
+        let buffer = host.at(id).ok_or_else(|| unknown(call, id))?;
+        if writing && buffer.read_only {
+            return Err(BackendError::misuse(call, format!("{id} is read-only; write to another buffer")));
+        }
+        Ok((Arc::clone(&buffer.mapping), buffer.nbytes))
+    }
+}
+
+pub(super) fn out_of_bounds(call: Call, id: HostBufferId, offset: u64, len: usize, nbytes: u64) -> BackendError {
+    BackendError::misuse(call, format!("{len} bytes from byte {offset} on, and {id} has {nbytes}"))
+}
+
+impl Shared {
+    fn add_host(
+        &self,
+        object: Py<PyAny>,
+        mapping: Arc<Mapping>,
+        nbytes: u64,
+        read_only: bool,
+        name: Option<String>,
+    ) -> HostBufferId {
+        self.host.lock().add(HostBuffer { mapping, views: Views::new(object), nbytes, read_only, name })
+    }
+}
