@@ -28,7 +28,7 @@ use pto_mock::Memory;
 use pto_mock::fixtures::{Fixture, FixtureError, ProgramFixture};
 
 use driver::{DriverError, Mode, ProgramReport, Setup, measure, needs_ranges};
-use options::Arguments;
+use options::{Arguments, BackendName};
 use shared_memory::SharedMemoryError;
 use workload::plan::{PlanError, ProgramPlan};
 
@@ -38,6 +38,12 @@ const PRODUCTION: &str = include_str!("../../../../tests/fixtures/production-dom
 /// Everything that ends the example early.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
+    /// A backend that cannot execute the kernels.
+    #[error(
+        "the kernels of this workload are closures and run on the emulator only; on Simpler run: cargo run --release -p \
+         pto-tests --features simpler --example simpler_allreduce -- --backend simpler"
+    )]
+    Backend,
     /// The fixture cannot be used.
     #[error("{file}: {source}")]
     Fixture { file: String, source: FixtureError },
@@ -62,7 +68,7 @@ impl Failure {
     /// 2 where the caller must change the command line or the file, else 1.
     fn exit_code(&self) -> u8 {
         match self {
-            Self::Fixture { .. } | Self::Name(_) | Self::Plan(_) => 2,
+            Self::Backend | Self::Fixture { .. } | Self::Name(_) | Self::Plan(_) => 2,
             Self::SharedMemory(_) | Self::Measurement { .. } | Self::Report { .. } => 1,
         }
     }
@@ -87,6 +93,9 @@ fn main() -> ExitCode {
 
 /// Runs all modes; says whether the results are what they should be.
 fn run(arguments: &Arguments) -> Result<bool, Failure> {
+    if arguments.backend == BackendName::Simpler {
+        return Err(Failure::Backend);
+    }
     let fixture = load(arguments)?;
     let selected = select::select(&fixture, &arguments.program)?;
     let chips = arguments.chips.unwrap_or_else(|| default_chips(&selected));

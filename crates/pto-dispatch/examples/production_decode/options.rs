@@ -25,6 +25,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "K", default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) iterations: u32,
 
+    /// Where it runs. The kernels of this workload are closures, which only the emulator can execute; the example
+    /// `simpler_allreduce` (package pto-tests) shows the same table on Simpler.
+    #[arg(long, value_name = "B", value_enum, default_value_t = BackendName::Emulator)]
+    pub(crate) backend: BackendName,
+
     /// Runs that the emulator overlaps, and requests that are kept in flight.
     #[arg(long, value_name = "D", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
     pub(crate) depth: u32,
@@ -45,6 +50,15 @@ pub(crate) struct Arguments {
     /// request after the first was wrong.
     #[arg(long)]
     pub(crate) stale: bool,
+}
+
+/// The spellings of `--backend`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BackendName {
+    /// The embedded emulator.
+    Emulator,
+    /// The Simpler runtime; refused, with the command to use instead.
+    Simpler,
 }
 
 /// The spellings of `--granularity`.

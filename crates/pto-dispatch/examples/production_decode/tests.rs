@@ -118,6 +118,11 @@ fn wrong_usage_and_unusable_fixtures_exit_with_2() {
     assert_eq!(parse(&["--depth", "3"]).unwrap_err().exit_code(), 2);
     assert_eq!(parse(&["--granularity", "8k"]).unwrap_err().exit_code(), 2);
     assert_eq!(parse(&["--frobnicate"]).unwrap_err().exit_code(), 2);
+    assert_eq!(parse(&["--backend", "abacus"]).unwrap_err().exit_code(), 2);
+    assert_eq!(parse(&["--backend", "emulator"]).unwrap().backend, BackendName::Emulator);
+    let refused = run(&parse(&["--backend", "simpler"]).unwrap()).unwrap_err();
+    assert_eq!(refused.exit_code(), 2);
+    assert!(refused.to_string().contains("--example simpler_allreduce"), "{refused}");
     assert_eq!(parse(&["--help"]).unwrap_err().kind(), ErrorKind::DisplayHelp);
     assert_eq!(code(&["--program", "nobody/nothing"]), Err(2));
     assert_eq!(code(&["--fixtures", "no such file"]), Err(2));
