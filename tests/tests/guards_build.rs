@@ -4,11 +4,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use pto_dispatch::{Args, Build, DeviceTensor, Error, HostBuffer, Options, Parameter, Program, ProgramSpec};
+use pto_dispatch::{
+    Args, Build, DeviceTensor, Error, HostBuffer, Options, Parameter, PreparedWorker, Program, ProgramSpec,
+};
 use pto_mock::{EventKind, Fault, FaultEffect, KernelObject, kernels};
 use pto_simpler_sys::{
-    Access, Call, CallableKind, CallableSpec, ChipId, DataType, DevicePlace, DomainRequest, Effect, FailureKind,
-    Family, Limits, NamedBuffer, RunId, RuntimeFailure, Signature,
+    Access, Backend, BackendError, BuildFailed, Call, CallConfig, CallableKind, CallableSpec, ChipId, DataType,
+    DevicePlace, DomainAllocation, DomainRequest, Effect, FailureKind, Family, GraphBuilder, Limits, NamedBuffer,
+    Orchestrator, Retention, RunId, RuntimeFailure, Signature, SubmitError, forward_backend, forward_orchestrator,
 };
 use pto_tests::gate::Gate;
 use pto_tests::parked;
@@ -538,5 +541,99 @@ fn the_epoch_counts_accepted_dispatches_that_leased() {
     let stats = rig.worker.stats(rig.ids[0]).unwrap();
     assert_eq!((stats.dispatches, stats.allocations, stats.reuses), (4, 1, 2));
     rig.worker.close().unwrap();
+    bench.assert_clean();
+}
+
+/// How domains are asked for: the name, and whether they are to be kept.
+type Asked = Arc<Mutex<Vec<(String, Option<bool>)>>>;
+
+/// A backend that notes how domains are asked for.
+#[derive(Debug)]
+struct Noting {
+    inner: Arc<dyn Backend>,
+    asked: Asked,
+}
+
+impl Backend for Noting {
+    forward_backend!(
+        inner: capabilities, phase, check_blocking, register, start, run_state, create_buffer, create_zeros,
+        write_buffer, read_buffer, fill_buffer, release_buffer, alloc, free, copy_to, copy_from, release_domain,
+        domain_state, committed_device_memory, close, abandon,
+    );
+
+    fn submit(&self, run: RunId, config: &CallConfig, graph: &mut dyn GraphBuilder) -> Result<(), SubmitError> {
+        struct Around<'a>(&'a mut dyn GraphBuilder, &'a Asked);
+        impl GraphBuilder for Around<'_> {
+            fn build(&mut self, orchestrator: &dyn Orchestrator) -> Result<(), BuildFailed> {
+                self.0.build(&NotingGraph { inner: orchestrator, asked: self.1 })
+            }
+        }
+        self.inner.submit(run, config, &mut Around(graph, &self.asked))
+    }
+}
+
+struct NotingGraph<'a> {
+    inner: &'a dyn Orchestrator,
+    asked: &'a Asked,
+}
+
+impl Orchestrator for NotingGraph<'_> {
+    forward_orchestrator!(
+        inner: run, copy_to, copy_from, copy_batch, submit_next_level, submit_next_level_group, submit_sub, scope,
+        alloc, run_entry,
+    );
+
+    fn allocate_domain(
+        &self,
+        name: &str,
+        request: &DomainRequest,
+        reply: &mut DomainAllocation,
+    ) -> Result<(), BackendError> {
+        self.asked.lock().unwrap().push((name.to_owned(), None));
+        self.inner.allocate_domain(name, request, reply)
+    }
+
+    fn get_or_allocate_domain(
+        &self,
+        name: &str,
+        request: &DomainRequest,
+        retain_after_run: bool,
+        reply: &mut DomainAllocation,
+    ) -> Result<(), BackendError> {
+        self.asked.lock().unwrap().push((name.to_owned(), Some(retain_after_run)));
+        self.inner.get_or_allocate_domain(name, request, retain_after_run, reply)
+    }
+}
+
+/// Rule 10: persistent execution asks for its domains by the one call that keeps them, at the first use and again in
+/// each later run, under the key; ordinary execution never does, and needs no retention. Legacy retention is the
+/// backend's way to serve the same call.
+#[test]
+fn rule_10_retention_is_asked_for_by_the_one_call() {
+    let Some(bench) = emulator_only("rule 10") else { return };
+    let missing = || Retention::Unsupported { missing: "get_or_allocate_domain".into() };
+    for (options, retention, expected) in [
+        (Options::persistent(), Retention::Public, Some(("p0:comm_d0", Some(true)))),
+        (Options::persistent(), Retention::PrivateHooks, Some(("p0:comm_d0", Some(true)))),
+        (Options::persistent(), missing(), None),
+        (Options::ordinary(), missing(), Some(("comm_d0", None))),
+    ] {
+        let inner = bench.builder().retention(retention).build().unwrap();
+        let journal = inner.journal();
+        let backend = Arc::new(Noting { inner, asked: Asked::default() });
+        let asked = Arc::clone(&backend.asked);
+        let prepared = PreparedWorker::prepare(&[f1()], &options, backend);
+        let Some((name, retain)) = expected else {
+            assert!(matches!(prepared, Err(Error::NoRetention { .. })));
+            assert!(!journal.contains(|e| matches!(e, EventKind::Start { .. })), "the backend was started");
+            continue;
+        };
+        let worker = prepared.unwrap();
+        for _ in 0..3 {
+            worker.call(&no_args()).unwrap();
+        }
+        assert_eq!(*asked.lock().unwrap(), vec![(name.to_owned(), retain); 3]);
+        worker.close().unwrap();
+    }
     bench.assert_clean();
 }
