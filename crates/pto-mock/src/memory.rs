@@ -550,6 +550,19 @@ mod tests {
     }
 
     #[test]
+    fn a_size_that_no_segment_has_is_refused_before_anything_is_made() {
+        let factory = SegmentFactory::new(Memory::default());
+        for (bytes, refused) in [(0, true), (MAX_SEGMENT_BYTES + 1, true), (MAX_SEGMENT_BYTES, false), (1, false)] {
+            let said = match factory.zeroed(bytes, true) {
+                Err(error) => error.to_string().contains(&format!("1 to {MAX_SEGMENT_BYTES} bytes")),
+                Ok(_) => false,
+            };
+            assert_eq!(said, refused, "{bytes} bytes");
+        }
+        assert_eq!(MAX_SEGMENT_BYTES, 0x4000_0000_0000);
+    }
+
+    #[test]
     fn a_hopeless_size_is_refused_by_every_backing() {
         for backing in [Memory::Heap, Memory::default()] {
             let factory = SegmentFactory::new(backing);
@@ -585,7 +598,9 @@ mod tests {
             // One more byte than the whole file system has, whatever is free at the moment.
             let bytes = stat.blocks() * stat.fragment_size() + 1;
             let factory = SegmentFactory::new(Memory::SharedIn(dir.path().to_path_buf()));
-            assert!(matches!(factory.zeroed(bytes, true), Err(SegmentError::Full { bytes: b, .. }) if b == bytes));
+            // Found by asking, not by filling the file system until it is full.
+            let Err(SegmentError::Full { bytes: b, what }) = factory.zeroed(bytes, true) else { panic!("it fits") };
+            assert!(b == bytes && what.ends_with("bytes are free"), "{b}: {what}");
             assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
             assert!(factory.linked().is_empty());
             assert!(factory.zeroed(64, true).is_ok(), "smaller requests still work");

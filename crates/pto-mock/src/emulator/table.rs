@@ -150,6 +150,16 @@ mod tests {
     }
 
     #[test]
+    fn a_slot_whose_generations_are_used_up_is_retired() {
+        let mut table: Table<DomainId, &str> = Table::default();
+        let first = table.insert("first").unwrap();
+        table.slots[0].generation = u32::MAX;
+        assert_eq!(table.remove(DomainId::new(first.index(), u32::MAX)), Some("first"));
+        let second = table.insert("second").unwrap();
+        assert_eq!((second.index(), table.len()), (1, 1));
+    }
+
+    #[test]
     fn a_number_set_is_a_set() {
         let (mut set, mut model) = (NumberSet::default(), BTreeSet::new());
         for n in [5, 3, 4, 9, 8, 0, u64::MAX, u64::MAX - 1, 5, 1, 2] {
