@@ -382,3 +382,64 @@ pub(crate) fn close_after(backend: &dyn pto_simpler_sys::Backend, first: Error) 
 fn log_second(first: &Error, second: &BackendError) {
     tracing::error!(%first, %second, "preparation failed, and so did closing the backend");
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use pto_mock::{Emulator, Fault, FaultEffect};
+
+    use super::*;
+    use crate::options::Options;
+    use crate::prepare::prepare;
+    use crate::program::{Args, Program, ProgramResult, ProgramSpec};
+
+    struct Idle(ProgramSpec);
+
+    impl Program for Idle {
+        fn spec(&self) -> &ProgramSpec {
+            &self.0
+        }
+
+        fn build<'b>(&self, _: &crate::build::Build<'b>, _: &Args) -> ProgramResult {
+            Ok(())
+        }
+    }
+
+    fn failed(inner: &Inner) -> Option<u64> {
+        match &*inner.shutdown.phase.lock() {
+            Phase::Failed { attempt, .. } => Some(*attempt),
+            _ => None,
+        }
+    }
+
+    /// A closer that comes late, with what it saw overtaken by others, begins nothing: only the attempt that it saw
+    /// fail, and only if it is the last one, is tried again.
+    #[test]
+    fn only_the_last_attempt_that_was_seen_to_fail_is_tried_again() {
+        let emulator = Emulator::builder().build().unwrap();
+        emulator.arm(Fault::new(Call::Close, FaultEffect::Before));
+        emulator.arm(Fault::new(Call::Close, FaultEffect::Before).nth(2));
+        let programs: [Arc<dyn Program>; 1] = [Arc::new(Idle(ProgramSpec::new("idle")))];
+        let inner = prepare(&programs, &Options::ordinary(), |_| Ok(Arc::clone(&emulator) as _)).unwrap();
+        let begin = |failed| inner.begin_teardown(failed, false).unwrap();
+        inner.stop_admission();
+        begin(Some(1));
+        assert!(!inner.shutdown.is_torn_down(), "nothing has failed yet");
+        begin(None);
+        assert_eq!(failed(&inner), Some(1));
+        for late in [None, Some(0), Some(2)] {
+            begin(late);
+            assert_eq!(failed(&inner), Some(1), "{late:?}");
+        }
+        begin(Some(1));
+        assert_eq!(failed(&inner), Some(2));
+        if let Phase::Failed { seen, .. } = &mut *inner.shutdown.phase.lock() {
+            *seen = true;
+        }
+        for late in [None, Some(1), Some(3)] {
+            begin(late);
+            assert_eq!(failed(&inner), Some(2), "{late:?}");
+        }
+        begin(Some(2));
+        assert!(inner.shutdown.is_closed());
+    }
+}
