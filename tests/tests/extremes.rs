@@ -3,16 +3,17 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use pto_dispatch::{
     Args, Dispatch, Error, HostBuffer, Options, PreparedWorker, Program, ProgramResult, ProgramSpec,
 };
-use pto_mock::{EventKind, KernelError};
+use pto_mock::{Completion, EventKind, KernelError};
 use pto_simpler_sys::{
-    Access, Backend, CallableSpec, Capabilities, ChipId, DataType, DomainRequest, FailureKind, Family, NamedBuffer,
-    Signature, forward_backend,
+    Access, Backend, BackendError, Call, CallableSpec, Capabilities, ChipId, DataType, DomainRequest, FailureKind,
+    Family, NamedBuffer, RunId, RuntimeFailure, Signature, forward_backend,
 };
 use pto_tests::gate::Gate;
 use pto_tests::rig::{allocations, emulator_only};
@@ -378,4 +379,59 @@ fn a_program_whose_destructor_panics_leaves_nothing() {
         assert!(journal.contains(|e| *e == EventKind::Close { ok: true }));
         assert_eq!((journal.allocs(), journal.frees()), (1, 1));
     }
+}
+
+/// A backend that panics in the two calls that answer a question, once it is told to.
+#[derive(Debug)]
+struct Moody {
+    inner: Arc<dyn Backend>,
+    mood: AtomicBool,
+}
+
+impl Moody {
+    fn ask(&self) {
+        assert!(!self.mood.load(Ordering::SeqCst), "not now");
+    }
+}
+
+impl Backend for Moody {
+    forward_backend!(
+        inner: phase, register, start, submit, run_state, create_buffer, create_zeros, write_buffer, read_buffer,
+        fill_buffer, release_buffer, alloc, free, copy_to, copy_from, release_domain, domain_state,
+        committed_device_memory, close, abandon,
+    );
+
+    fn capabilities(&self) -> &Capabilities {
+        self.ask();
+        self.inner.capabilities()
+    }
+
+    fn check_blocking(&self) -> Result<(), BackendError> {
+        self.ask();
+        self.inner.check_blocking()
+    }
+}
+
+/// I10, I12: a failed run ends, and a dropped worker closes, whatever becomes of questions that the backend had answered
+/// before.
+#[test]
+fn a_backend_that_panics_when_it_is_asked_loses_no_dispatch() {
+    let Some(bench) = emulator_only("moody") else { return };
+    let emulator = bench.builder().completion(Completion::ByHand).build().unwrap();
+    let (inner, journal) = (Arc::clone(&emulator) as Arc<dyn Backend>, emulator.journal());
+    let backend = Arc::new(Moody { inner, mood: AtomicBool::new(false) });
+    let worker =
+        PreparedWorker::prepare(&[f0()], &Options::ordinary(), Arc::clone(&backend) as Arc<dyn Backend>).unwrap();
+    let dispatch = worker.submit(worker.only().unwrap(), &no_args()).unwrap();
+    backend.mood.store(true, Ordering::SeqCst);
+    let failure =
+        RuntimeFailure::new(Call::Task, "RuntimeError", "by hand").with_kind(FailureKind::Task).on_chip(ChipId(0));
+    emulator.fail(RunId(1), failure).unwrap();
+    while !dispatch.is_done() {
+        std::thread::yield_now();
+    }
+    assert!(matches!(dispatch.outcome(), Some(Err(Error::Failed(_)))));
+    // On another thread, since the backend does not say whether this one may block.
+    drop(worker);
+    journal.wait_until(|events| events.iter().any(|event| event.kind == EventKind::Close { ok: true }));
 }

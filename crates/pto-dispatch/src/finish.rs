@@ -137,6 +137,6 @@ impl Inner {
             }
             _ => false,
         };
-        cause.must_reprepare() || (failed_task && self.backend.capabilities().failed_task_is_final)
+        cause.must_reprepare() || (failed_task && self.capabilities.failed_task_is_final)
     }
 }

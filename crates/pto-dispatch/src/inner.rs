@@ -7,8 +7,8 @@ use std::sync::Arc;
 use pto_domain::{DomainTable, LeaseAuthority, ProgramIndex, Slot};
 use pto_reset::{CoveredWindow, MappedWindow, Method, ResetPlan};
 use pto_simpler_sys::{
-    Backend, BackendError, Call, CallConfig, CallableId, CopyResult, CopyTo, DeviceBufferId, DomainAllocation,
-    DomainId, DomainRequest, FRAMES, HostBufferId, Negotiated, RunOutcome, Signature, TaskArgs,
+    Backend, BackendError, Call, CallConfig, CallableId, Capabilities, CopyResult, CopyTo, DeviceBufferId,
+    DomainAllocation, DomainId, DomainRequest, FRAMES, HostBufferId, Negotiated, RunOutcome, Signature, TaskArgs,
 };
 
 use crate::buffer::{DeviceTensor, HostBuffer};
@@ -183,6 +183,8 @@ pub(crate) struct Inner {
     /// Unique in the process.
     pub(crate) id: u64,
     pub(crate) backend: Arc<dyn Backend>,
+    /// What the backend said before its start. It is constant, so nobody asks again.
+    pub(crate) capabilities: Capabilities,
     pub(crate) mode: Mode,
     pub(crate) method: Method,
     pub(crate) negotiated: std::sync::OnceLock<Negotiated>,

@@ -87,9 +87,9 @@ fn prepare_on(
     backend: Arc<dyn Backend>,
 ) -> Result<Arc<Inner>, Error> {
     backend.check_blocking()?;
-    let capabilities = backend.capabilities();
+    let capabilities = backend.capabilities().clone();
     if let Some(target) = target {
-        check_backend(programs, target, capabilities)?;
+        check_backend(programs, target, &capabilities)?;
     }
     if mode.persistent
         && let Retention::Unsupported { missing } = &capabilities.retention
@@ -101,7 +101,7 @@ fn prepare_on(
     if requested > permitted as usize {
         return Err(Error::TooManyCallables { requested, permitted });
     }
-    let method = Method::of(capabilities);
+    let method = Method::of(&capabilities);
     let prepared = programs
         .iter()
         .enumerate()
@@ -119,6 +119,7 @@ fn prepare_on(
     let inner = Arc::new(Inner {
         id: NEXT_WORKER.fetch_add(1, Ordering::Relaxed),
         backend,
+        capabilities,
         mode,
         method,
         negotiated: OnceLock::new(),

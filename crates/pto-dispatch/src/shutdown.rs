@@ -113,6 +113,11 @@ impl Inner {
     pub(crate) fn close(self: &Arc<Self>, limit: Option<Duration>) -> Result<(), Error> {
         reentry::refuse(self.id, "close")?;
         self.backend.check_blocking()?;
+        self.close_here(limit)
+    }
+
+    /// The close, on a thread that may block.
+    fn close_here(self: &Arc<Self>, limit: Option<Duration>) -> Result<(), Error> {
         let deadline = limit.and_then(deadline_after);
         let bounded = deadline.is_some();
         self.stop_admission();
@@ -345,7 +350,7 @@ impl Inner {
             return;
         }
         // Never inside a builder of this worker: whoever submits borrows it for as long as the build lasts.
-        if self.backend.check_blocking().is_err() {
+        if guarded(Call::Close, || self.backend.check_blocking()).is_err() {
             // This thread may not wait: another one closes.
             let inner = Arc::clone(self);
             let spawned = std::thread::Builder::new().name("pto-close".into()).spawn(move || inner.close_bounded());
@@ -360,7 +365,8 @@ impl Inner {
 
     fn close_bounded(self: &Arc<Self>) {
         let limit = self.mode.drop_limit;
-        let closed = self.close(Some(limit));
+        // No questions: the caller has asked, or this is a thread of our own.
+        let closed = self.close_here(Some(limit));
         if let Err(error) = closed {
             tracing::error!(%error, "closing a dropped worker failed");
         }

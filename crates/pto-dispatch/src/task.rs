@@ -282,7 +282,7 @@ fn check_args(build: &Build<'_>, callable: &Callable, args: &TaskArgs) -> Result
             signature.scalars
         )));
     }
-    let limits = &build.inner.backend.capabilities().limits;
+    let limits = &build.inner.capabilities.limits;
     if tensors > limits.tensors as usize || scalars > limits.scalars as usize {
         return Err(Error::build(format!(
             "a task of `{}` has {tensors} tensors and {scalars} scalars, the backend takes at most {} and {}",

@@ -190,7 +190,7 @@ impl PreparedWorker {
     /// What the backend can do.
     #[must_use]
     pub fn capabilities(&self) -> &Capabilities {
-        self.inner.backend.capabilities()
+        &self.inner.capabilities
     }
 
     /// What was negotiated at the start.

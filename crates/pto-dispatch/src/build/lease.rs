@@ -105,7 +105,7 @@ impl<'b> Build<'b> {
     }
 
     fn check_new_domain(&self, name: &str, request: &DomainRequest) -> Result<(), Error> {
-        let capabilities = self.inner.backend.capabilities();
+        let capabilities = &self.inner.capabilities;
         check_name(name)
             .and_then(|()| check_request(request, capabilities.chips(), capabilities.limits.ranks))
             .map_err(|source| Error::Request { name: name.into(), source })?;

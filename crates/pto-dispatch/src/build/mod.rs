@@ -101,7 +101,7 @@ impl<'b> Build<'b> {
     /// Number of chip workers.
     #[must_use]
     pub fn chips(&self) -> u32 {
-        self.inner.backend.capabilities().chips()
+        self.inner.capabilities.chips()
     }
 
     /// Whether domains are kept between dispatches.
