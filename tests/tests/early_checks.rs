@@ -9,7 +9,7 @@ use pto_dispatch::{
     ProgramSpec, Tensor,
 };
 use pto_mock::{EventKind, KernelObject, kernels};
-use pto_simpler_sys::{Access, CallableKind, CallableSpec, ChipId, DataType, Family, RunId};
+use pto_simpler_sys::{Access, CallConfig, CallableKind, CallableSpec, ChipId, DataType, Family, RunId};
 use pto_tests::rig::{Bench, Rig, emulator_only};
 use pto_tests::scenario::{DOMAIN, add, program, signal_request};
 
@@ -201,4 +201,27 @@ fn a_lease_error_is_an_error_of_the_dispatch() {
     .into();
     assert_eq!(error.family(), Family::Misuse);
     assert!(error.to_string().contains("chip7 is no member of p0:d"), "{error}");
+}
+
+/// Rule 17, rule 4: a configuration that no run can have is refused before the build, and the worker goes on.
+#[test]
+fn an_impossible_configuration_rejects_the_dispatch() {
+    let Some(bench) = emulator_only("configuration") else { return };
+    let rig = bench.prepare(&Options::persistent(), &[pto_tests::scenario::f1()], bench.builder());
+    rig.worker.call(&Args::new()).unwrap();
+    let mut config = CallConfig::new();
+    config.swimlane = true;
+    for error in [
+        rig.worker.submit_with(rig.ids[0], &Args::new(), &config).map(drop).unwrap_err(),
+        rig.worker.try_submit_with(rig.ids[0], &Args::new(), &config).map(drop).unwrap_err(),
+    ] {
+        assert!(error.to_string().contains("output_prefix"), "{error}");
+        assert_eq!(error.family(), Family::Misuse);
+    }
+    config.output_prefix = Some("profile".into());
+    rig.worker.submit_with(rig.ids[0], &Args::new(), &config).unwrap().wait().unwrap();
+    assert_eq!(rig.journal().allocs(), 1);
+    rig.worker.close().unwrap();
+    drop(rig);
+    bench.assert_clean();
 }

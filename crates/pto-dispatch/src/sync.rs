@@ -51,6 +51,21 @@ mod held {
         static HELD: Cell<u32> = const { Cell::new(0) };
     }
 
+    /// The rank of a lock.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) struct Ranked(Rank);
+
+    impl Ranked {
+        pub(crate) const fn new(rank: Rank) -> Self {
+            Self(rank)
+        }
+
+        #[track_caller]
+        pub(crate) fn take(self) -> Held {
+            Held::take(self.0)
+        }
+    }
+
     /// A lock that the current thread holds.
     #[derive(Debug)]
     pub(crate) struct Held(u32);
@@ -58,7 +73,7 @@ mod held {
     impl Held {
         /// Panics where a lock of this rank or a later one is held.
         #[track_caller]
-        pub(crate) fn take(rank: Rank) -> Self {
+        fn take(rank: Rank) -> Self {
             let held = HELD.get();
             assert!(held >> rank as u32 == 0, "lock order: {rank:?} is taken with ranks {held:#b} held");
             HELD.set(held | 1 << rank as u32);
@@ -82,16 +97,25 @@ mod held {
 #[cfg(not(all(debug_assertions, not(loom))))]
 mod held {
     /// Nothing: nobody looks.
+    #[derive(Clone, Copy, Debug)]
+    #[cfg_attr(loom, allow(dead_code, reason = "the model has guards of its own"))]
+    pub(crate) struct Ranked;
+
+    #[cfg_attr(loom, allow(dead_code, reason = "the model has guards of its own"))]
+    impl Ranked {
+        pub(crate) const fn new(_: super::Rank) -> Self {
+            Self
+        }
+
+        pub(crate) fn take(self) -> Held {
+            Held
+        }
+    }
+
+    /// Nothing: nobody looks.
     #[derive(Debug)]
     #[cfg_attr(loom, allow(dead_code, reason = "the model has guards of its own"))]
     pub(crate) struct Held;
-
-    #[cfg_attr(loom, allow(dead_code, reason = "the model has guards of its own"))]
-    impl Held {
-        pub(crate) fn take(_: super::Rank) -> Self {
-            Self
-        }
-    }
 
     pub(crate) fn assert_unlocked(_: &str) {}
 }
@@ -111,12 +135,16 @@ mod imp {
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
     use super::Rank;
-    use super::held::Held;
+    use super::held::{Held, Ranked};
+
+    #[cfg(not(debug_assertions))]
+    const _: () =
+        assert!(size_of::<Mutex<u8>>() == size_of::<parking_lot::Mutex<u8>>(), "release builds carry ranks");
 
     /// A mutex that is never poisoned by a panic.
     #[derive(Debug)]
     pub(crate) struct Mutex<T> {
-        rank: Rank,
+        rank: Ranked,
         mutex: parking_lot::Mutex<T>,
     }
 
@@ -130,12 +158,12 @@ mod imp {
 
     impl<T> Mutex<T> {
         pub(crate) const fn new(rank: Rank, value: T) -> Self {
-            Self { rank, mutex: parking_lot::Mutex::new(value) }
+            Self { rank: Ranked::new(rank), mutex: parking_lot::Mutex::new(value) }
         }
 
         #[track_caller]
         pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-            let held = Held::take(self.rank);
+            let held = self.rank.take();
             MutexGuard { guard: self.mutex.lock(), _held: held }
         }
     }
