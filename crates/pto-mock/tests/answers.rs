@@ -147,7 +147,7 @@ fn a_journal_says_what_happened_in_which_run_and_in_which_order() {
     assert_eq!(of_run.iter().filter(|e| freed(e)).count(), 1, "{journal}");
     assert!(!of_run.iter().any(|e| matches!(e, EventKind::BufferRelease { .. })));
     let text = journal.to_string();
-    for line in ["admit run1", "accept run1", "chip1", "\"d\"", "64B"] {
+    for line in ["admit run1", "accept run1", "copy run1 chip1 ", "task-start run1 chip1 ", "\"d\"", "64B"] {
         assert!(text.contains(line), "{line} in {text}");
     }
     assert_eq!(text.lines().count(), journal.len());
@@ -443,6 +443,37 @@ fn a_build_that_outlives_an_abandon_is_named_and_gets_nothing() {
         let error = building.join().unwrap().unwrap_err();
         assert!(error.to_string().contains("abandoned"), "{error}");
     });
+}
+
+/// While a direct call uses a chip no task starts, on no chip and on no sub-worker.
+#[test]
+fn tasks_start_after_the_direct_call_before_them() {
+    let own = Own::new(|builder| kernels(builder.sub_workers(1)).sub("idle", Signature::default(), |_| Ok(())));
+    let nothing = own.emulator.register(&chip_spec("nothing", &[], 0)).unwrap().id;
+    let idle = own.emulator.register(&CallableSpec::sub("idle", Signature::default())).unwrap().id;
+    own.emulator.start(own.ends.clone()).unwrap();
+    own.emulator.arm(Fault::new(Call::Alloc, FaultEffect::Hang));
+    thread::scope(|scope| {
+        let allocating = scope.spawn(|| own.emulator.alloc(ChipId(0), 8));
+        own.emulator.faults().wait_hung(1);
+        submit(&*own.emulator, 1, |o| {
+            o.submit_next_level(nothing, &TaskArgs::new(), None, ChipId(1))?;
+            o.submit_sub(idle, &TaskArgs::new())
+        })
+        .unwrap();
+        // Others get every chance to go on too early.
+        for _ in 0..10_000 {
+            thread::yield_now();
+        }
+        own.emulator.release_hangs();
+        allocating.join().unwrap().unwrap();
+    });
+    assert_eq!(own.ends.wait(RunId(1)), RunOutcome::success());
+    let journal = own.emulator.journal();
+    let direct = |e: &EventKind| matches!(e, EventKind::DeviceAlloc { .. });
+    let started = |e: &EventKind| matches!(e, EventKind::TaskStart { .. });
+    assert!(journal.count(started) == 2 && journal.before(direct, started), "{journal}");
+    own.emulator.close().unwrap();
 }
 
 /// A failed build returns when the tasks that had started are over.

@@ -267,6 +267,7 @@ fn entries_see_their_arguments_and_build_through_their_host() {
             let Some(EntryValue::Scalar(step)) = e.arg("step") else {
                 return Err(BackendError::misuse(Call::RunEntry, "no step").into());
             };
+            assert_eq!(e.config().output_prefix.as_deref(), Some("out"));
             log.lock().unwrap().push((*step, e.frame(), e.args().len(), e.orchestrator().run()));
             Ok(())
         })
@@ -288,9 +289,10 @@ fn entries_see_their_arguments_and_build_through_their_host() {
     emulator.start(Arc::new(Ends::default())).unwrap();
     submit(&*emulator, 5, |o| {
         let host = Host(o, AtomicBool::new(false));
-        let config = CallConfig::default();
+        let mut config = CallConfig::default();
+        config.output_prefix = Some("out".into());
         let args = [EntryArg { name: "step".into(), value: EntryValue::Scalar(9) }];
-        let call = EntryCall { args: &args, config: &config, frame: 1 };
+        let call = EntryCall { args: &args, config: &config, frame: 3 };
         o.run_entry(decode.id, &call, &host).unwrap();
         assert!(host.1.load(Ordering::SeqCst));
         let none = EntryCall { args: &[], config: &config, frame: 0 };
@@ -302,7 +304,7 @@ fn entries_see_their_arguments_and_build_through_their_host() {
         Ok(())
     })
     .unwrap();
-    assert_eq!(*seen.lock().unwrap(), [(9, 1, 1, RunId(5))]);
+    assert_eq!(*seen.lock().unwrap(), [(9, 3, 1, RunId(5))]);
     emulator.close().unwrap();
 }
 
