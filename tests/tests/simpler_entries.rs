@@ -176,7 +176,16 @@ impl Bench {
         ]
     }
 
+    /// A call over a domain of its run; `then` is called inside the build, after the entry.
+    fn call_then(&self, run: u64, then: impl Fn()) -> Called {
+        self.call_with(run, false, false, &then)
+    }
+
     fn call(&self, run: u64, retained: bool, refuses: bool) -> Called {
+        self.call_with(run, retained, refuses, &|| ())
+    }
+
+    fn call_with(&self, run: u64, retained: bool, refuses: bool, then: &dyn Fn()) -> Called {
         let args = self.args(run);
         let config = CallConfig::new();
         let mut out = None;
@@ -189,6 +198,7 @@ impl Bench {
                     Host { orchestrator, retained, refuses, opened: Cell::new(0), domains: RefCell::default() };
                 let call = EntryCall { args: &args, config: &config, frame: (run % 2) as u32 };
                 let result = orchestrator.run_entry(self.entry, &call, &host);
+                then();
                 let built = if result.is_ok() { Ok(()) } else { Err(BuildFailed) };
                 out = Some((result, host.opened.get(), host.domains.take()));
                 built
@@ -275,6 +285,75 @@ alone!(a_generated_program_runs_over_a_retained_domain, || {
     }
     assert!(ids.iter().all(|id| *id == ids[0]), "{ids:?}");
     bench.backend.close().unwrap();
+});
+
+alone!(a_generated_program_may_assign_parts_of_its_arguments, || {
+    let row = r#"tensors["x_row"] = tensors["x"][r, 0 : tensors["x"].shape[1]]"#;
+    let assign = format!(r#"tensors["x"][r : r + 1, 0:32] = tensors["x"][r : r + 1, 32:64]; {row}"#);
+    let copy = changed(|text| {
+        assert!(text.contains(row));
+        text.replace(row, &assign)
+    });
+    let bench = Bench::new(copy.path());
+    let sums = bench.write_x(1);
+    let called = bench.call(1, false, false);
+    assert!(called.submitted.is_ok() && called.entry.is_ok(), "{called:?}");
+    assert_eq!(bench.ends.recv_timeout(Duration::from_secs(200)).unwrap(), (RunId(1), RunOutcome::success()));
+    let y = bench.words(bench.y, 64);
+    assert_eq!((&y[..32], &y[32..]), (&sums[32..], &sums[32..]));
+    bench.backend.close().unwrap();
+});
+
+alone!(what_an_entry_puts_among_its_tensors_lives_as_long_as_its_run, || {
+    let first = "step = tensors[\"step\"]";
+    let copy = changed(|text| {
+        let mark =
+            "class Mark:\n    gone = False\n\n    def __del__(self):\n        Mark.gone = True\n\n\ndef host_orch(";
+        let text = text.replacen("def host_orch(", mark, 1);
+        text.replacen(
+            first,
+            &format!("tensors[\"own\"] = Mark()\n    __import__(\"sys\")._pto_mark = Mark\n    {first}"),
+            1,
+        )
+    });
+    let bench = Bench::new(copy.path());
+    let gone = || {
+        Python::attach(|py| {
+            let mark = py.import("sys").unwrap().getattr("_pto_mark").unwrap();
+            mark.getattr("gone").unwrap().is_truthy().unwrap()
+        })
+    };
+    bench.write_x(1);
+    let seen = Cell::new(true);
+    let called = bench.call_then(1, || seen.set(gone()));
+    assert!(called.submitted.is_ok(), "{called:?}");
+    assert!(!seen.get(), "freed before the run was even accepted");
+    assert_eq!(bench.ends.recv_timeout(Duration::from_secs(200)).unwrap(), (RunId(1), RunOutcome::success()));
+    assert!(gone(), "kept for ever");
+    bench.backend.close().unwrap();
+});
+
+alone!(an_error_of_the_programs_own_keeps_its_traceback, || {
+    let copy = changed(|text| {
+        text.replacen("def _alloc_intermediates", "raise ValueError(\"own\")\n\n\ndef _alloc_intermediates", 1)
+    });
+    let backend = backend(options());
+    let error = register(&backend, copy.path()).unwrap_err();
+    assert_eq!(error.family(), Family::Backend, "{error:?}");
+    assert!(error.runtime().unwrap().traceback.as_ref().unwrap().contains("host_orch.py"), "{error:?}");
+    backend.close().unwrap();
+});
+
+alone!(a_manifest_that_is_no_list_is_refused_with_its_name, || {
+    for text in ["{\"a\": 1}", "[1]", "[\"a\""] {
+        let copy = changed(|text| text);
+        fs::write(copy.path().join("sub_workers").join("__required__.json"), text).unwrap();
+        let backend = backend(options());
+        let error = register(&backend, copy.path()).unwrap_err();
+        assert_eq!(error.family(), Family::Misuse, "{error:?}");
+        assert!(error.to_string().contains("__required__.json"), "{error}");
+        backend.close().unwrap();
+    }
 });
 
 alone!(a_generated_program_runs_over_a_domain_of_its_run, || {

@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::path::Path;
 use std::sync::Arc;
 
-use pyo3::exceptions::{PyFileNotFoundError, PyImportError, PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyImportError, PyRuntimeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -123,9 +123,8 @@ fn load_error(py: Python<'_>, name: &str, error: &PyErr) -> BackendError {
         failure.message = format!("{}; searched by {}", failure.message, interpreter::searched(py));
         return failure.into();
     }
-    let refused = error.is_instance_of::<PyFileNotFoundError>(py)
-        || error.is_instance_of::<PyValueError>(py)
-        || error.is_instance_of::<PyTypeError>(py);
+    // What the program's own code raises keeps its traceback.
+    let refused = error.get_type(py).hasattr(intern!(py, "_pto_refused")).unwrap_or(false);
     if refused { BackendError::misuse(call, failure.message) } else { failure.into() }
 }
 
@@ -330,11 +329,22 @@ fn argument<'py>(
     tensor: &TensorArg,
 ) -> Result<PyResult<Bound<'py, PyAny>>, BackendError> {
     let view = shared.argument_view(py, Call::RunEntry, position, tensor)?;
+    let address = match tensor.place {
+        TensorPlace::Host(id) => shared.host.lock().at(id).map(|buffer| buffer.mapping.address()),
+        _ => None,
+    };
     let made = || -> PyResult<Bound<'py, PyAny>> {
         let shape = PyList::new(py, tensor.shape.dims())?;
         tensor_class(py)?.call_method1(
             intern!(py, "over"),
-            (&view.buffer, shape, shared.api.data_type(py, tensor.dtype), tensor.byte_offset, tensor.dtype.size()),
+            (
+                &view.buffer,
+                shape,
+                shared.api.data_type(py, tensor.dtype),
+                tensor.byte_offset,
+                tensor.dtype.size(),
+                address,
+            ),
         )
     };
     Ok(made())

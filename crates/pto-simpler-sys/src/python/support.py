@@ -47,6 +47,12 @@ class Missing(ImportError):
     """A package that a generated program needs is not there."""
 
 
+class Refused(ValueError):
+    """The program, or what was given for it, cannot be used; the message says what to change."""
+
+    _pto_refused = True
+
+
 def _load(path, name):
     """Runs a generated file as a module of its own and has its functions pickled by value: no process that gets one
     could import the module by name."""
@@ -56,10 +62,10 @@ def _load(path, name):
     try:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as e:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         raise Missing(f"{path} needs the package {e.name!r}, which cannot be imported: {e}") from e
     except BaseException:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         raise
     try:
         import cloudpickle
@@ -78,6 +84,16 @@ def _takes(function, name):
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
+def _required(manifest):
+    try:
+        names = json.loads(manifest.read_text())
+    except ValueError as e:
+        raise Refused(f"{manifest} is not JSON: {e}; regenerate the program") from e
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise Refused(f"{manifest} must be a list of names; regenerate the program")
+    return set(names)
+
+
 def _subs(directory, prefix, callbacks):
     """The functions of `sub_workers/*.py` by file stem, with the caller's own in place of those it binds."""
     folder = directory / "sub_workers"
@@ -87,18 +103,18 @@ def _subs(directory, prefix, callbacks):
         if function is not None:
             subs[path.stem] = function
     manifest = folder / "__required__.json"
-    required = set(json.loads(manifest.read_text())) if manifest.exists() else set()
+    required = _required(manifest) if manifest.exists() else set()
     missing = sorted(required - set(callbacks))
     if missing:
-        raise ValueError(f"sub-workers {missing} of {directory} have no body; give each a callback of that name")
+        raise Refused(f"sub-workers {missing} of {directory} have no body; give each a callback of that name")
     used = {name: function for name, function in callbacks.items() if name in subs}
     for name, function in used.items():
         if not callable(function):
-            raise TypeError(f"the callback for sub-worker {name!r} is not callable: {function!r}")
+            raise Refused(f"the callback for sub-worker {name!r} is not callable: {function!r}")
         try:
             inspect.signature(function).bind(object())
         except TypeError as e:
-            raise TypeError(f"the callback for sub-worker {name!r} must take exactly one argument: {e}") from e
+            raise Refused(f"the callback for sub-worker {name!r} must take exactly one argument: {e}") from e
         except ValueError:
             pass  # a built-in without a signature
     subs.update(used)
@@ -111,6 +127,9 @@ def _assemble(folder, prefix, platform):
     from simpler_setup.kernel_compiler import KernelCompiler
 
     config = _load(folder / "kernel_config.py", f"{prefix}.chip_{folder.name}")
+    for name in ("KERNELS", "ORCHESTRATION"):
+        if not hasattr(config, name):
+            raise Refused(f"{folder / 'kernel_config.py'} defines no {name}; regenerate the program")
     settings = getattr(config, "RUNTIME_CONFIG", {})
     runtime = settings.get("runtime", "tensormap_and_ringbuffer")
     compiler = KernelCompiler(platform=platform)
@@ -156,11 +175,11 @@ def _chips(directory, prefix, platform, runtime):
             continue
         chip, wanted, settings = assemble(folder, platform) if assemble else _assemble(folder, prefix, platform)
         if wanted != runtime:
-            raise ValueError(f"{folder} was built for runtime {wanted!r}, and the worker runs {runtime!r}")
+            raise Refused(f"{folder} was built for runtime {wanted!r}, and the worker runs {runtime!r}")
         chips[folder.name] = chip
         sdma = sdma or bool(settings.get("enable_sdma", False))
     if not chips:
-        raise ValueError(f"{root} holds no chip program (a directory with a kernel_config.py)")
+        raise Refused(f"{root} holds no chip program (a directory with a kernel_config.py)")
     return chips, sdma
 
 
@@ -172,7 +191,7 @@ class Program:
         prefix = f"_pto_generated_{next(_numbers)}"
         path = directory / "orchestration" / "host_orch.py"
         if not path.exists():
-            raise FileNotFoundError(f"no generated orchestration at {path}")
+            raise Refused(f"no generated orchestration at {path}")
         module = _load(path, f"{prefix}.host_orch")
         marked = [
             f
@@ -181,7 +200,7 @@ class Program:
         ]
         names = sorted({f.__name__ for f in marked})
         if len(set(map(id, marked))) != 1:
-            raise ValueError(
+            raise Refused(
                 f"{path} must have exactly one function marked `{MARKER}` and has {len(names)}: {names}; regenerate it"
             )
         self.entry = marked[0]
@@ -218,18 +237,20 @@ class Program:
         proxy._dfx_chip_names = self.chip_names
         keep = []
         named = {PROVIDER: provider} if self.takes_domains else {}
+        tensors = {**self.frames[frame], **tensors}
         self.entry(
             proxy,
             None,
             config,
-            tensors={**self.frames[frame], **tensors},
+            tensors=tensors,
             callables=self.callables,
             sub_ids=self.sub_ids,
             _keep=keep,
             world_size=self.world_size,
             **named,
         )
-        return keep
+        # The entry may have put tensors of its own among the arguments.
+        return keep, tensors
 
 
 def _gated(name, is_task):
@@ -278,6 +299,12 @@ class Lease:
     def __exit__(self, *_):
         return False
 
+    def __getitem__(self, worker):
+        return self._handle[worker]
+
+    def release(self):
+        """Nothing: the lease ends with the dispatch."""
+
 
 def tensor_class():
     """The runtime's tensor, with the slicing and the `shape` that generated code asks of an argument."""
@@ -285,17 +312,18 @@ def tensor_class():
 
     class ArgumentTensor(Tensor):
         @classmethod
-        def over(cls, buffer, shape, dtype, byte_offset, element):
+        def over(cls, buffer, shape, dtype, byte_offset, element, address):
             strides = [1] * len(shape)
             for i in range(len(shape) - 2, -1, -1):
                 strides[i] = strides[i + 1] * shape[i + 1]
             descriptor = buffer.to_descriptor()
-            return cls._made(descriptor, byte_offset, tuple(shape), tuple(strides), int(dtype.value), element)
+            return cls._made(descriptor, byte_offset, tuple(shape), tuple(strides), int(dtype.value), element, address)
 
         @classmethod
-        def _made(cls, descriptor, byte_offset, shape, strides, dtype, element):
+        def _made(cls, descriptor, byte_offset, shape, strides, dtype, element, address):
             made = cls(buffer=descriptor, byte_offset=byte_offset, shapes=shape, strides=strides, dtype=dtype)
             made._element = element
+            made._address = address
             return made
 
         @property
@@ -348,6 +376,41 @@ def tensor_class():
                 tuple(strides),
                 self.dtype,
                 self._element,
+                self._address,
             )
+
+        def data_ptr(self):
+            """Address of the first element in this process; refused for device memory."""
+            if not self._address:
+                raise TypeError("a tensor in device memory has no address on the host; copy it first")
+            return self._address + self.byte_offset
+
+        def _runs(self):
+            """Addresses and lengths in bytes of what is contiguous, in the order of elements."""
+            shape, strides, run = list(self.shape), list(self.strides), self._element
+            while shape and (shape[-1] == 1 or strides[-1] * self._element == run):
+                strides.pop()
+                run *= shape.pop()
+            first = self.data_ptr()
+            for index in itertools.product(*map(range, shape)):
+                yield first + sum(i * stride for i, stride in zip(index, strides)) * self._element, run
+
+        def __setitem__(self, index, value):
+            """Copies elements, now, on the host: what generated code does before it submits tasks."""
+            to = self[index]
+            if isinstance(value, ArgumentTensor):
+                elements, alike, parts = value.numel(), value.dtype == to.dtype, value._runs()
+            elif hasattr(value, "data_ptr") and getattr(value, "is_contiguous", lambda: True)():
+                elements = value.nbytes // to._element
+                alike, parts = value.nbytes % to._element == 0, [(value.data_ptr(), value.nbytes)]
+            else:
+                raise TypeError(f"a tensor is assigned from a contiguous tensor in host memory, not from {value!r}")
+            if not alike or elements != to.numel():
+                raise ValueError(f"{elements} elements cannot be assigned to {to.numel()}, or their types differ")
+            source = b"".join(ctypes.string_at(address, nbytes) for address, nbytes in parts)
+            at = 0
+            for address, nbytes in to._runs():
+                ctypes.memmove(address, source[at : at + nbytes], nbytes)
+                at += nbytes
 
     return ArgumentTensor
