@@ -24,13 +24,19 @@
 //! | [`SUB_ADD`] | INOUT i32\[n\] | v | adds v to each element |
 //! | [`SUB_FAIL`] | | code | fails |
 //!
+//! and, where the backend runs host entries:
+//!
+//! | name | arguments | what it does |
+//! |---|---|---|
+//! | [`ENTRY`] | scalar `code` | leases the domain `pto_entry` on chips 0 and 1 (one buffer `b` of 64 bytes of dtype `opaque`), then fails where `code` is not 0; reaches no device |
+//!
 //! *context* is the device context that an allocation reply gives for the member, *offset* counts bytes from the
 //! start of the window to a cell of 4 bytes, aligned to 4. Scalars are 64 bits wide; values and thresholds use the
 //! low 32 bits as a signed integer, and sums wrap. Tensors are dense.
 
 mod emulated;
 
-use pto_simpler_sys::{Access, CallableSpec, Signature};
+use pto_simpler_sys::{Access, CallableKind, CallableSource, CallableSpec, DomainRequest, NamedBuffer, Signature};
 
 pub use emulated::install;
 
@@ -58,6 +64,9 @@ pub const GATE: &str = "pto_gate";
 pub const SUB_ADD: &str = "pto_sub_add";
 /// `pto_sub_fail`, for sub-workers.
 pub const SUB_FAIL: &str = "pto_sub_fail";
+
+/// `pto_entry`, a host entry.
+pub const ENTRY: &str = "pto_entry";
 
 /// Names of the chip kernels.
 pub const CHIP: [&str; 9] = [STORE, ADD, COPY, SIGNAL, AWAIT, HANDSHAKE, PEEK, RANK, FAIL];
@@ -91,6 +100,19 @@ pub fn specs() -> Vec<CallableSpec> {
     let chip = CHIP.map(|name| CallableSpec::chip(name, signature(name)));
     let sub = SUB.map(|name| CallableSpec::sub(name, signature(name)));
     chip.into_iter().chain(sub).collect()
+}
+
+/// The host entry of the library, ready to be registered by name. Not among [`specs`], as not every backend that runs
+/// entries brings it.
+#[must_use]
+pub fn entry_spec() -> CallableSpec {
+    CallableSpec { name: ENTRY.into(), kind: CallableKind::Entry, signature: None, source: CallableSource::Named }
+}
+
+/// The domain that [`ENTRY`] leases.
+#[must_use]
+pub fn entry_request() -> DomainRequest {
+    DomainRequest::packed([0, 1], vec![NamedBuffer::bytes("b", 64)])
 }
 
 #[cfg(test)]

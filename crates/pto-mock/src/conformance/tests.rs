@@ -11,6 +11,7 @@ fn every_rule_function_is_listed_once() {
         ("copies", include_str!("rules/copies.rs")),
         ("order", include_str!("rules/order.rs")),
         ("tasks", include_str!("rules/tasks.rs")),
+        ("entries", include_str!("rules/entries.rs")),
         ("host", include_str!("rules/host.rs")),
         ("resident", include_str!("rules/resident.rs")),
         ("end", include_str!("rules/end.rs")),

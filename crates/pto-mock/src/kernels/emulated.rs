@@ -1,7 +1,12 @@
 //! The emulator's versions of the portable kernels.
 
-use super::{ADD, AWAIT, COPY, FAIL, GATE, HANDSHAKE, PEEK, RANK, SIGNAL, STORE, SUB_ADD, SUB_FAIL, signature};
-use crate::{Cell, DomainView, EmulatorBuilder, Kernel, KernelError, MemoryView, SubTask};
+use pto_simpler_sys::{BackendError, Call, CallbackError, DomainAllocation, EntryValue, RuntimeFailure};
+
+use super::{
+    ADD, AWAIT, COPY, ENTRY, FAIL, GATE, HANDSHAKE, PEEK, RANK, SIGNAL, STORE, SUB_ADD, SUB_FAIL, entry_request,
+    signature,
+};
+use crate::{Cell, DomainView, EmulatorBuilder, EntryContext, Kernel, KernelError, MemoryView, SubTask};
 
 /// Adds the library to an emulator's named kernels.
 #[must_use]
@@ -27,6 +32,22 @@ pub fn install(builder: EmulatorBuilder) -> EmulatorBuilder {
         .sub(SUB_FAIL, signature(SUB_FAIL), |k| {
             Err(KernelError::failed(format!("told to fail with {}", k.scalar(0)?)))
         })
+        .entry(ENTRY, entry)
+}
+
+fn entry(e: &mut EntryContext<'_>) -> Result<(), CallbackError> {
+    e.host().domain(ENTRY, &entry_request(), &mut DomainAllocation::new())?;
+    match e.arg("code") {
+        Some(EntryValue::Scalar(0)) => Ok(()),
+        Some(EntryValue::Scalar(code)) => {
+            let message = format!("told to fail with {code}");
+            Err(BackendError::from(RuntimeFailure::new(Call::RunEntry, "RuntimeError", message)).into())
+        }
+        other => {
+            let message = format!("{ENTRY} takes a scalar called code; given {other:?}");
+            Err(BackendError::misuse(Call::RunEntry, message).into())
+        }
+    }
 }
 
 /// The low 32 bits of a scalar.

@@ -4,6 +4,7 @@
 pub mod copies;
 pub mod domains;
 pub mod end;
+pub mod entries;
 pub mod host;
 pub mod lifecycle;
 pub mod order;
@@ -147,10 +148,12 @@ macro_rules! __conformance_rules {
             tasks::a_failed_sub_task_is_not_final,
             tasks::scratch_passes_results_between_tasks,
             tasks::scratch_ends_with_its_run,
-            tasks::an_entry_that_is_none_is_refused,
             tasks::tasks_in_scopes_run,
             tasks::a_failed_scope_body_is_reported,
             tasks::scopes_nest_to_the_limit,
+            entries::an_entry_that_is_none_is_refused,
+            entries::an_entry_leases_its_domain_from_its_host,
+            entries::a_failed_entry_says_who_failed,
             host::host_buffers_hold_what_was_written,
             host::a_host_buffer_of_zero_bytes_is_refused,
             host::a_host_buffer_that_does_not_fit_is_a_typed_failure,

@@ -1,11 +1,9 @@
 //! Tasks: what a submission refuses, groups, failures, sub-workers, scratch and scopes.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use pto_simpler_sys::{
-    Access, BackendError, BuildFailed, Call, CallConfig, CallableId, CallbackError, ChipId, DataType,
-    DomainAllocation, DomainRequest, EntryCall, EntryHost, FailureKind, Family, NamedBuffer, Orchestrator,
-    RunState, ScratchId, Shape, SubmitError, TaskArgs, TensorArg, TensorPlace,
+    Access, BackendError, BuildFailed, Call, CallableId, CallbackError, ChipId, DataType, DomainRequest,
+    FailureKind, Family, NamedBuffer, Orchestrator, RunState, ScratchId, Shape, SubmitError, TaskArgs, TensorArg,
+    TensorPlace,
 };
 
 use super::super::rig::{Must, Rig, args, broken, ensure, i32s, packed, refused, refused_error, same};
@@ -429,39 +427,6 @@ pub fn scratch_ends_with_its_run(factory: &dyn BackendFactory) -> Outcome {
         refused_task("scratch of an earlier run", result)
     })?;
     rig.finish()
-}
-
-/// An entry that is none is refused: an id that was never given out, a callable of another kind. The host is not
-/// asked for anything.
-pub fn an_entry_that_is_none_is_refused(factory: &dyn BackendFactory) -> Outcome {
-    struct Untouched(AtomicBool);
-    impl EntryHost for Untouched {
-        fn open(&self) -> Result<(), BuildFailed> {
-            self.0.store(true, Ordering::Relaxed);
-            Err(BuildFailed)
-        }
-
-        fn domain(&self, _: &str, _: &DomainRequest, _: &mut DomainAllocation) -> Result<(), BuildFailed> {
-            self.0.store(true, Ordering::Relaxed);
-            Err(BuildFailed)
-        }
-    }
-    all_refused(factory, 1, |rig, o| {
-        let host = Untouched(AtomicBool::new(false));
-        let config = CallConfig::new();
-        let call = EntryCall { args: &[], config: &config, frame: 0 };
-        for (what, id) in [
-            ("an unknown callable", CallableId::new(u32::MAX, u32::MAX)),
-            ("a chip kernel", rig.callable(kernels::ADD)?),
-        ] {
-            match o.run_entry(id, &call, &host) {
-                Err(CallbackError::Backend(error)) => refused_error(what, Call::RunEntry, &error)?,
-                other => return broken(format!("{what} as an entry: {other:?}")),
-            }
-        }
-        ensure!(!host.0.load(Ordering::Relaxed), "the host was asked by an entry that is none");
-        Ok(())
-    })
 }
 
 /// Tasks in nested scopes run like others, in order.
