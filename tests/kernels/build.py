@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compiles the kernels of this directory with Simpler's own driver, into plain files.
 
-    python build.py PLATFORM OUT_DIR
+    python build.py PLATFORM OUT_DIR [KERNEL ...]
 
-Writes OUT_DIR/<kernel>.kernel for each kernel and one OUT_DIR/orchestration.so. Needs an installed Simpler and a C++
+Writes OUT_DIR/<kernel>.kernel for each kernel (all of them by default) and one OUT_DIR/orchestration.so. Needs an installed Simpler and a C++
 compiler. The driver calls the kernel compiler by the name of one fixed version; where that is not installed, any g++
 stands in for it, which these sources allow.
 """
@@ -18,7 +18,7 @@ RUNTIME = "tensormap_and_ringbuffer"
 DRIVER_NAME = "g++-15"
 
 
-def build(platform: str, out: Path) -> None:
+def build(platform: str, out: Path, kernels: list[str]) -> None:
     from simpler_setup.kernel_compiler import KernelCompiler
 
     here = Path(__file__).resolve().parent
@@ -29,7 +29,7 @@ def build(platform: str, out: Path) -> None:
         compiler.compile_orchestration(runtime_name=RUNTIME, source_path=str(here / "orchestration.cpp"))
     )
     for source in sorted(here.glob("*.cpp")):
-        if source.stem != "orchestration":
+        if source.stem in kernels or not kernels and source.stem != "orchestration":
             binary = compiler.compile_incore(source_path=str(source), core_type="aiv", extra_include_dirs=include)
             (out / f"{source.stem}.kernel").write_bytes(binary)
 
@@ -39,4 +39,4 @@ if __name__ == "__main__":
         if shutil.which(DRIVER_NAME) is None and (compiler := shutil.which("g++")):
             os.symlink(compiler, os.path.join(directory, DRIVER_NAME))
             os.environ["PATH"] = directory + os.pathsep + os.environ.get("PATH", "")
-        build(sys.argv[1], Path(sys.argv[2]))
+        build(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -44,6 +44,8 @@ ORCHESTRATION(pto_peek, 4) { forward(args, 3, Use::Out); }
 ORCHESTRATION(pto_rank, 2) { forward(args, 1, Use::Out); }
 ORCHESTRATION(allreduce, 5) { forward(args, 3, Use::In, Use::Out); }
 ORCHESTRATION(allreduce_from, 6) { forward(args, 4, Use::In, Use::Out); }
+ORCHESTRATION(decode_exchange, 8) { forward(args, 5, Use::In, Use::In, Use::Out); }
+ORCHESTRATION(decode_phase, 9) { forward(args, 5, Use::In, Use::In, Use::Out, Use::InOut); }
 ORCHESTRATION(crash, 1) { forward(args, 0, Use::Out); }
 
 // Reports a fatal error instead of submitting anything: a failed run with a living chip process.

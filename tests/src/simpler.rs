@@ -115,6 +115,8 @@ pub fn options(runtime: Runtime, chips: u32, sub_workers: u32) -> SimplerOptions
         let source = CallableSource::Import { module: "pto_subs".into(), attribute: name.into() };
         options.callables.insert(name.into(), source);
     }
+    let entry = CallableSource::Directory(here().join("kernels").join(kernels::ENTRY));
+    options.callables.insert(kernels::ENTRY.into(), entry);
     options
 }
 

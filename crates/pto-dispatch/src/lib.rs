@@ -48,7 +48,7 @@
 //!
 //! | feature | default | effect |
 //! |---|---|---|
-//! | (none) | | the crate has no features; backends have |
+//! | `simpler` | no | the binding to the real runtime, as `sys::python`; embeds CPython (see `pto-simpler-sys`) |
 //!
 //! # Terms
 //!

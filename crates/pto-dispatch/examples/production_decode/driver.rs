@@ -6,13 +6,33 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use pto_dispatch::sys::{Backend, BackendError, CopyGranularity, Limits};
+use pto_dispatch::sys::{Backend, BackendError, CopyGranularity};
 use pto_dispatch::{Args, Dispatch, Error, HostBuffer, Options, PreparedWorker, Program, ProgramId, ProgramStats};
 use pto_mock::{Emulator, Mapping, Memory};
 
+use crate::simpler;
+use crate::workload::kernel;
 use crate::workload::plan::ProgramPlan;
 use crate::workload::program::{ShardedStep, Trust, argument, input_bytes, input_vector};
 use crate::workload::reference::{Verdict, verify};
+
+/// What is behind the backend.
+#[derive(Debug)]
+pub(crate) enum Runtime {
+    /// The emulator.
+    Emulator,
+    /// The Simpler binding.
+    Simpler(Box<simpler::Simpler>),
+}
+
+impl fmt::Display for Runtime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Emulator => f.write_str("the emulator"),
+            Self::Simpler(simpler) => write!(f, "{simpler}"),
+        }
+    }
+}
 
 /// How programs are dispatched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,18 +85,20 @@ impl fmt::Display for Mode {
     }
 }
 
-/// The emulator and how hard it is driven.
-#[derive(Clone, Debug)]
+/// The backend and how hard it is driven.
+#[derive(Debug)]
 pub(crate) struct Setup {
+    /// What executes the programs.
+    pub(crate) runtime: Runtime,
     /// Number of chips.
     pub(crate) chips: u32,
-    /// Runs that may overlap, and requests that are kept in flight.
+    /// Requests that are kept in flight, and runs that the emulator overlaps.
     pub(crate) depth: u32,
     /// Requests of each program.
     pub(crate) iterations: u32,
-    /// How windows are mapped.
+    /// How the emulator maps windows.
     pub(crate) mapping: Mapping,
-    /// Where memory comes from.
+    /// Where the emulator's memory comes from.
     pub(crate) memory: Memory,
 }
 
@@ -117,9 +139,9 @@ impl ProgramReport {
 /// Why a measurement could not be made.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DriverError {
-    /// The emulator could not be built.
+    /// The backend could not be built.
     #[error(transparent)]
-    Emulator(#[from] BackendError),
+    Backend(#[from] BackendError),
     /// The worker refused or failed.
     #[error(transparent)]
     Worker(#[from] Error),
@@ -166,10 +188,13 @@ pub(crate) fn measure(
     setup: &Setup,
     tick: &mut dyn FnMut(),
 ) -> Result<Vec<ProgramReport>, DriverError> {
-    let emulator = emulator(plans, setup)?;
+    let backend = match &setup.runtime {
+        Runtime::Emulator => emulator(plans, setup)?,
+        Runtime::Simpler(simpler) => simpler.backend(setup.chips)?,
+    };
     let programs: Vec<Arc<dyn Program>> =
         plans.iter().map(|plan| Arc::new(ShardedStep::new(plan, mode.trust())) as Arc<dyn Program>).collect();
-    let worker = PreparedWorker::prepare(&programs, &mode.options(), emulator)?;
+    let worker = PreparedWorker::prepare(&programs, &mode.options(), backend)?;
     let mut run = Measurement::new(&worker, plans, mode, setup)?;
     std::thread::scope(|scope| {
         let (to_observer, submitted) = mpsc::channel::<Submitted>();
@@ -190,9 +215,6 @@ pub(crate) fn measure(
 }
 
 fn emulator(plans: &[Arc<ProgramPlan>], setup: &Setup) -> Result<Arc<dyn Backend>, BackendError> {
-    let mut limits = Limits::default();
-    // The emulator has no table to run out of; many small programs in one file are fine.
-    limits.callables = limits.callables.max(u32::try_from(2 * plans.len()).unwrap_or(u32::MAX));
     let copies = if needs_ranges(plans) { CopyGranularity::ByteRange } else { CopyGranularity::WholeBuffer };
     let emulator = Emulator::builder()
         .chips(setup.chips)
@@ -200,7 +222,8 @@ fn emulator(plans: &[Arc<ProgramPlan>], setup: &Setup) -> Result<Arc<dyn Backend
         .mapping(setup.mapping)
         .memory(setup.memory.clone())
         .copy_granularity(copies)
-        .limits(limits)
+        .kernel(kernel::EXCHANGE, kernel::exchange_signature(), kernel::exchange)
+        .kernel(kernel::PHASE, kernel::phase_signature(), kernel::phase)
         .journal(false)
         .build()?;
     Ok(emulator)
@@ -318,7 +341,10 @@ impl Slot {
             .iter()
             .map(|plan| {
                 let input = worker.create_buffer(input_bytes(plan))?;
-                let mut args = Args::new().host(&input).host(&output).scalar(0);
+                let lines = plan.table();
+                let table = worker.create_buffer(lines.len() as u64)?;
+                table.write(0, &lines)?;
+                let mut args = Args::new().host(&input).host(&output).host(&table).scalar(0);
                 for (_, exchange) in plan.run_ordered() {
                     for _ in 0..plan.ranks() {
                         args = args.host(&worker.create_buffer(exchange.nbytes)?);

@@ -1,7 +1,8 @@
-//! Production programs, dispatched persistently over emulated chips and verified.
+//! Production programs, dispatched persistently over emulated or real chips and verified.
 //!
 //! ```text
 //! cargo run --release --example production_decode -- --help
+//! cargo run --release -p pto-dispatch --features simpler --example production_decode -- --backend simpler
 //! ```
 //!
 //! Reads the domain requests of real programs, builds a [`workload`] from the requests alone, prepares the programs
@@ -13,6 +14,7 @@ mod options;
 mod report;
 mod select;
 mod shared_memory;
+mod simpler;
 #[cfg(test)]
 mod tests;
 mod workload;
@@ -24,10 +26,10 @@ use std::sync::Arc;
 
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
-use pto_mock::Memory;
 use pto_mock::fixtures::{Fixture, FixtureError, ProgramFixture};
+use pto_mock::{Mapping, Memory};
 
-use driver::{DriverError, Mode, ProgramReport, Setup, measure, needs_ranges};
+use driver::{DriverError, Mode, ProgramReport, Runtime, Setup, measure, needs_ranges};
 use options::{Arguments, BackendName};
 use shared_memory::SharedMemoryError;
 use workload::plan::{PlanError, ProgramPlan};
@@ -38,12 +40,12 @@ const PRODUCTION: &str = include_str!("../../../../tests/fixtures/production-dom
 /// Everything that ends the example early.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
-    /// A backend that cannot execute the kernels.
-    #[error(
-        "the kernels of this workload are closures and run on the emulator only; on Simpler run: cargo run --release -p \
-         pto-tests --features simpler --example simpler_allreduce -- --backend simpler"
-    )]
-    Backend,
+    /// An option of one backend with another.
+    #[error("{option} is for --backend {backend}: leave it out, or name that backend")]
+    Option { option: &'static str, backend: &'static str },
+    /// Simpler cannot be used.
+    #[error(transparent)]
+    Simpler(#[from] simpler::SimplerError),
     /// The fixture cannot be used.
     #[error("{file}: {source}")]
     Fixture { file: String, source: FixtureError },
@@ -68,8 +70,9 @@ impl Failure {
     /// 2 where the caller must change the command line or the file, else 1.
     fn exit_code(&self) -> u8 {
         match self {
-            Self::Backend | Self::Fixture { .. } | Self::Name(_) | Self::Plan(_) => 2,
-            Self::SharedMemory(_) | Self::Measurement { .. } | Self::Report { .. } => 1,
+            Self::Option { .. } | Self::Fixture { .. } | Self::Name(_) | Self::Plan(_) => 2,
+            Self::Simpler(error) if error.is_usage() => 2,
+            Self::Simpler(_) | Self::SharedMemory(_) | Self::Measurement { .. } | Self::Report { .. } => 1,
         }
     }
 }
@@ -93,9 +96,7 @@ fn main() -> ExitCode {
 
 /// Runs all modes; says whether the results are what they should be.
 fn run(arguments: &Arguments) -> Result<bool, Failure> {
-    if arguments.backend == BackendName::Simpler {
-        return Err(Failure::Backend);
-    }
+    check_options(arguments)?;
     let fixture = load(arguments)?;
     let selected = select::select(&fixture, &arguments.program)?;
     let chips = arguments.chips.unwrap_or_else(|| default_chips(&selected));
@@ -104,10 +105,11 @@ fn run(arguments: &Arguments) -> Result<bool, Failure> {
         .map(|program| ProgramPlan::new(program, chips).map(Arc::new))
         .collect::<Result<Vec<_>, PlanError>>()?;
     let setup = Setup {
+        runtime: runtime(arguments)?,
         chips,
         depth: arguments.depth,
         iterations: if arguments.stale { arguments.iterations.max(2) } else { arguments.iterations },
-        mapping: arguments.granularity.into(),
+        mapping: arguments.granularity.map_or(Mapping::Exact, Mapping::from),
         memory: Memory::default(),
     };
     let modes: &[Mode] = if arguments.stale { &[Mode::Stale] } else { &Mode::CORRECT };
@@ -125,7 +127,28 @@ fn run(arguments: &Arguments) -> Result<bool, Failure> {
         let text = format!("{:#}\n", report::to_json(&reports, &setup));
         fs::write(path, text).map_err(|source| Failure::Report { path: path.clone(), source })?;
     }
-    Ok(if arguments.stale { judge_stale(&reports) } else { judge(&reports) })
+    Ok(if arguments.stale { judge_stale(&reports, &setup) } else { judge(&reports, &setup) })
+}
+
+/// No option is without effect.
+fn check_options(arguments: &Arguments) -> Result<(), Failure> {
+    if arguments.granularity.is_some() && arguments.backend != BackendName::Emulator {
+        return Err(Failure::Option { option: "--granularity", backend: "emulator" });
+    }
+    if arguments.kernels.is_some() && arguments.backend != BackendName::Simpler {
+        return Err(Failure::Option { option: "--kernels", backend: "simpler" });
+    }
+    Ok(())
+}
+
+fn runtime(arguments: &Arguments) -> Result<Runtime, Failure> {
+    Ok(match arguments.backend {
+        BackendName::Emulator => Runtime::Emulator,
+        BackendName::Simpler => {
+            Runtime::Simpler(Box::new(simpler::Simpler::installed(arguments.kernels.as_deref())?))
+        }
+        BackendName::Standin => Runtime::Simpler(Box::new(simpler::Simpler::stand_in()?)),
+    })
 }
 
 fn load(arguments: &Arguments) -> Result<Fixture, Failure> {
@@ -153,16 +176,17 @@ fn introduce(plans: &[Arc<ProgramPlan>], setup: &Setup, required: u64, free: u64
         );
     }
     println!(
-        "one worker of {} program(s) on {} emulated chip(s), {} request(s) of each, depth {}; needs {} of shared \
-         memory, {} free",
+        "one worker of {} program(s) on {} chip(s) of {}, {} request(s) of each, depth {}; needs {} of shared memory, \
+         {} free",
         plans.len(),
         setup.chips,
+        setup.runtime,
         setup.iterations,
         setup.depth,
         report::bytes(required),
         report::bytes(free)
     );
-    if needs_ranges(plans) {
+    if needs_ranges(plans) && matches!(setup.runtime, Runtime::Emulator) {
         println!(
             "note: some window has bytes that no buffer covers; the emulator copies byte ranges, to reset them"
         );
@@ -192,8 +216,8 @@ fn measure_with_progress(
 }
 
 /// Whether everything was right.
-fn judge(reports: &[ProgramReport]) -> bool {
-    println!("{}", report::conclusion(reports));
+fn judge(reports: &[ProgramReport], setup: &Setup) -> bool {
+    println!("{}", report::conclusion(reports, setup));
     let mut right = true;
     for report in reports {
         if let Some(first) = report.first_mismatch() {
@@ -205,7 +229,7 @@ fn judge(reports: &[ProgramReport]) -> bool {
 }
 
 /// Whether stale state was wrong wherever it could be: in every request of a program but its first.
-fn judge_stale(reports: &[ProgramReport]) -> bool {
+fn judge_stale(reports: &[ProgramReport], setup: &Setup) -> bool {
     let mut broke = true;
     for report in reports {
         let (first, later) = report.verdicts.split_at(report.verdicts.len().min(1));
@@ -223,7 +247,10 @@ fn judge_stale(reports: &[ProgramReport]) -> bool {
         broke &= fresh_right && wrong == later.len() && wrong > 0;
     }
     if broke {
-        println!("on the emulator, stale state broke every program, as it must: reset windows, or count epochs");
+        println!(
+            "on {}, stale state broke every program, as it must: reset windows, or count epochs",
+            setup.runtime
+        );
     } else {
         eprintln!("error: stale state did not break every later request");
     }

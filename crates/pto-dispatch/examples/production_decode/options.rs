@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Parser, ValueEnum};
 use pto_mock::Mapping;
 
-/// Dispatches production programs over emulated chips in three ways, checks every result, and compares the cost.
+/// Dispatches production programs over emulated or real chips in three ways, checks every result, and compares the cost.
 ///
 /// Exit codes: 0 all right; 1 a wrong result, or the run failed; 2 wrong usage, or the fixture file cannot be used.
 #[derive(Debug, Parser)]
@@ -17,7 +17,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "NAME")]
     pub(crate) program: Vec<String>,
 
-    /// Emulated chips; every domain spans all of them, at its own size. Default: the world size in the file.
+    /// Chips; every domain spans all of them, at its own size. Default: the world size in the file.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) chips: Option<u32>,
 
@@ -25,18 +25,22 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "K", default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) iterations: u32,
 
-    /// Where it runs. The kernels of this workload are closures, which only the emulator can execute; the example
-    /// `simpler_allreduce` (package pto-tests) shows the same table on Simpler.
+    /// Where it runs. `simpler` and `standin` need a build with `--features simpler`.
     #[arg(long, value_name = "B", value_enum, default_value_t = BackendName::Emulator)]
     pub(crate) backend: BackendName,
 
-    /// Runs that the emulator overlaps, and requests that are kept in flight.
+    /// Requests that are kept in flight, and runs that the emulator overlaps.
     #[arg(long, value_name = "D", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
     pub(crate) depth: u32,
 
-    /// How windows are mapped: exactly, or rounded up to 4 KiB or 2 MiB.
-    #[arg(long, value_name = "G", value_enum, default_value_t = Granularity::Exact)]
-    pub(crate) granularity: Granularity,
+    /// How the emulator maps windows: exactly (the default), or rounded up to 4 KiB or 2 MiB.
+    #[arg(long, value_name = "G", value_enum)]
+    pub(crate) granularity: Option<Granularity>,
+
+    /// Directory of kernels that `tests/kernels/build.py` has compiled. Default: they are compiled now, by the Python of
+    /// the active virtual environment. For `--backend simpler`.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) kernels: Option<PathBuf>,
 
     /// Domain requests in the fixture form. Default: the production requests of this project.
     #[arg(long, value_name = "FILE")]
@@ -57,8 +61,10 @@ pub(crate) struct Arguments {
 pub(crate) enum BackendName {
     /// The embedded emulator.
     Emulator,
-    /// The Simpler runtime; refused, with the command to use instead.
+    /// The installed Simpler; the platform is that of `PTO_PLATFORM` (default a2a3sim).
     Simpler,
+    /// This project's Python stand-in for Simpler, which is slow.
+    Standin,
 }
 
 /// The spellings of `--granularity`.

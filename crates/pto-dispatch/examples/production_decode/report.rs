@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::driver::{Mode, ProgramReport, Setup};
+use crate::driver::{Mode, ProgramReport, Runtime, Setup};
 
 /// A size with its unit.
 pub(crate) fn bytes(n: u64) -> String {
@@ -96,14 +96,18 @@ fn median_total(reports: &[ProgramReport], mode: Mode) -> Option<f64> {
 }
 
 /// The ratio between the modes, in one line.
-pub(crate) fn conclusion(reports: &[ProgramReport]) -> String {
+pub(crate) fn conclusion(reports: &[ProgramReport], setup: &Setup) -> String {
+    let runtime = &setup.runtime;
     let [Some(base), Some(reset), Some(epochs)] = Mode::CORRECT.map(|mode| median_total(reports, mode)) else {
-        return "nothing was measured on the emulator".to_owned();
+        return format!("nothing was measured on {runtime}");
+    };
+    let caution = match runtime {
+        Runtime::Emulator => "an emulated allocation is a memory mapping, not a collective",
+        Runtime::Simpler(_) => "a simulated chip is a process, its memory the host's",
     };
     format!(
-        "on the emulator, domains per request : persistent with reset : persistent with epochs = 1 : {:.2} : {:.2} \
-         (median total of a dispatch, mean over programs; an emulated allocation is a memory mapping, not a \
-         collective)",
+        "on {runtime}, domains per request : persistent with reset : persistent with epochs = 1 : {:.2} : {:.2} \
+         (median total of a dispatch, mean over programs; {caution})",
         reset / base,
         epochs / base
     )
@@ -141,7 +145,7 @@ pub(crate) fn to_json(reports: &[ProgramReport], setup: &Setup) -> Value {
         })
         .collect();
     json!({
-        "backend": "emulator",
+        "backend": setup.runtime.to_string(),
         "chips": setup.chips,
         "depth": setup.depth,
         "iterations": setup.iterations,

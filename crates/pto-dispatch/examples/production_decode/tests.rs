@@ -93,10 +93,11 @@ fn the_default_fits_into_64_mib_of_shared_memory() {
         .collect();
     let arguments = parse(&[]).unwrap();
     let setup = Setup {
+        runtime: Runtime::Emulator,
         chips: 2,
         depth: arguments.depth,
         iterations: arguments.iterations,
-        mapping: arguments.granularity.into(),
+        mapping: Mapping::Exact,
         memory: Memory::default(),
     };
     let required = shared_memory::required(&plans, &Mode::CORRECT, &setup);
@@ -120,9 +121,14 @@ fn wrong_usage_and_unusable_fixtures_exit_with_2() {
     assert_eq!(parse(&["--frobnicate"]).unwrap_err().exit_code(), 2);
     assert_eq!(parse(&["--backend", "abacus"]).unwrap_err().exit_code(), 2);
     assert_eq!(parse(&["--backend", "emulator"]).unwrap().backend, BackendName::Emulator);
-    let refused = run(&parse(&["--backend", "simpler"]).unwrap()).unwrap_err();
-    assert_eq!(refused.exit_code(), 2);
-    assert!(refused.to_string().contains("--example simpler_allreduce"), "{refused}");
+    assert_eq!(code(&["--backend", "simpler", "--granularity", "4k"]), Err(2));
+    assert_eq!(code(&["--backend", "emulator", "--kernels", "somewhere"]), Err(2));
+    #[cfg(not(feature = "simpler"))]
+    {
+        let refused = run(&parse(&["--backend", "simpler"]).unwrap()).unwrap_err();
+        assert_eq!(refused.exit_code(), 2);
+        assert!(refused.to_string().contains("--features simpler"), "{refused}");
+    }
     assert_eq!(parse(&["--help"]).unwrap_err().kind(), ErrorKind::DisplayHelp);
     assert_eq!(code(&["--program", "nobody/nothing"]), Err(2));
     assert_eq!(code(&["--fixtures", "no such file"]), Err(2));

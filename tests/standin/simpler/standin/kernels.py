@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from . import decode
 from .memory import Device, DeviceFault, Window
 from .types import AccessMode, BackendKind
 
@@ -259,6 +260,18 @@ def _allreduce(call: Call, before: int) -> None:
     parts = [cells.bytes(rank, payload, nbytes).cast("i") for rank in range(cells.ranks)]
     for i in range(len(source)):
         out[i] = _wrapped(sum(part[i] for part in parts))
+
+
+@kernel(["IN", "IN", "OUT"], 5)
+def decode_exchange(call: Call) -> None:
+    """Input, table and output; scalars ``context, first, exchanges, epoch, fresh``. See :mod:`.decode`."""
+    decode.exchange(call)
+
+
+@kernel(["IN", "IN", "OUT", "INOUT"], 5)
+def decode_phase(call: Call) -> None:
+    """Input, table, output and carry; scalars ``context, first, exchanges, phase, fresh``. See :mod:`.decode`."""
+    decode.phase(call)
 
 
 @kernel(["OUT"], 1)

@@ -19,8 +19,8 @@ pub(crate) fn weight(salt: u32, index: u32) -> u32 {
 }
 
 /// Names row `row` of exchange `exchange`.
-pub(crate) fn salt(exchange: usize, row: usize) -> u32 {
-    scramble(((exchange as u64) << 32) | row as u64)
+pub(crate) fn salt(exchange: u64, row: usize) -> u32 {
+    scramble((exchange << 32) | row as u64)
 }
 
 /// Element `row` of the input vector of the request named by `seed`; odd, so that no row is without effect.

@@ -32,12 +32,13 @@ pub(crate) enum PlanError {
     },
 }
 
+/// Words of one line of [`ProgramPlan::table`].
+pub(crate) const ENTRY_WORDS: usize = 5;
+
 /// How the cells of one signal buffer guard one exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Guard {
-    /// Position of the signal buffer in the request.
-    pub(crate) buffer: usize,
-    /// Offset in that buffer of the cell of rank 0: 0 unless the buffer itself is not aligned.
+    /// Where the cell of rank 0 is in the window: at the start of the signal buffer, if that is aligned.
     pub(crate) cells: u64,
     /// Additions to each cell in one dispatch before this exchange.
     pub(crate) before: u64,
@@ -52,6 +53,8 @@ pub(crate) struct Exchange {
     pub(crate) domain: usize,
     /// Position of the data buffer in the request.
     pub(crate) buffer: usize,
+    /// Where that buffer starts in the window.
+    pub(crate) offset: u64,
     /// Its size.
     pub(crate) nbytes: u64,
     /// The signal that orders it; `None` where runs do.
@@ -134,9 +137,9 @@ impl ProgramPlan {
         let mut offset = 0u64;
         for (index, buffer) in domain.buffers.iter().enumerate() {
             match buffer.kind {
-                BufferKind::Data => data.push((index, buffer.nbytes)),
+                BufferKind::Data => data.push((index, offset, buffer.nbytes)),
                 BufferKind::Signal => match aligned_cells(offset, buffer.nbytes, self.chips) {
-                    Some(cells) => signals.push((index, cells)),
+                    Some(skip) => signals.push(offset + skip),
                     None => self.notes.push(format!(
                         "{}: signal {} of {} starts at byte {offset} of its window, which leaves no room for aligned \
                          cells; it orders nothing",
@@ -150,15 +153,15 @@ impl ProgramPlan {
             self.notes.push(format!("{}: {} has no usable signals: one run per phase", self.name, domain.name));
         }
         let first = self.exchanges.len();
-        for (i, &(buffer, nbytes)) in data.iter().enumerate() {
-            let guard = signals.get(i.checked_rem(signals.len()).unwrap_or(0)).map(|&(signal, cells)| {
+        for (i, &(buffer, offset, nbytes)) in data.iter().enumerate() {
+            let guard = signals.get(i.checked_rem(signals.len()).unwrap_or(0)).map(|&cells| {
                 let hops = u64::from(self.chips);
                 let turn = (i / signals.len()) as u64;
                 let sharing = (data.len() - i % signals.len()).div_ceil(signals.len()) as u64;
-                Guard { buffer: signal, cells, before: turn * hops, per_dispatch: sharing * hops }
+                Guard { cells, before: turn * hops, per_dispatch: sharing * hops }
             });
             let domain = self.domains.len();
-            self.exchanges.push(Exchange { domain, buffer, nbytes, guard, results: Vec::new() });
+            self.exchanges.push(Exchange { domain, buffer, offset, nbytes, guard, results: Vec::new() });
         }
         self.domains.push(DomainPlan {
             name: domain.name.clone(),
@@ -210,6 +213,22 @@ impl ProgramPlan {
         let (start, _) = *slots.first()?.results.get(rank)?;
         let (offset, len) = *slots.last()?.results.get(rank)?;
         Some(start..offset + len.max(1))
+    }
+
+    /// What kernels know of the program: [`ENTRY_WORDS`] words for each exchange, little-endian. In this order: where
+    /// the data buffer starts in the window, its size, where the cell of rank 0 is, additions to each cell before this
+    /// exchange, and in the whole dispatch. At least one line, since no tensor is empty.
+    pub(crate) fn table(&self) -> Vec<u8> {
+        let line = |exchange: &Exchange| {
+            let Guard { cells, before, per_dispatch } =
+                exchange.guard.unwrap_or(Guard { cells: 0, before: 0, per_dispatch: 0 });
+            [exchange.offset, exchange.nbytes, cells, before, per_dispatch]
+        };
+        let mut lines: Vec<[u64; ENTRY_WORDS]> = self.exchanges.iter().map(line).collect();
+        if lines.is_empty() {
+            lines.push([0; ENTRY_WORDS]);
+        }
+        lines.as_flattened().iter().flat_map(|word| word.to_le_bytes()).collect()
     }
 
     /// Whether some window has bytes that no buffer covers, which whole-buffer copies cannot reset.

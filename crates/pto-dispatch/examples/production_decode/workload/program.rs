@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use pto_dispatch::sys::{Access, CallableSpec, DataType, Signature};
+use pto_dispatch::sys::{Access, CallableSpec, DataType};
 use pto_dispatch::{
     Args, Build, Error, HostBuffer, Lease, Parameter, ParameterKind, Program, ProgramResult, ProgramSpec,
 };
-use pto_mock::KernelObject;
 
-use super::kernel::{self, scalar};
+use super::kernel;
 use super::model::{ROWS_PER_CHIP, WORD, input};
 use super::plan::{DomainPlan, Exchange, ProgramPlan};
 
@@ -24,10 +23,12 @@ pub(crate) mod argument {
     pub(crate) const INPUT: usize = 0;
     /// Host buffer: results of all ranks.
     pub(crate) const OUTPUT: usize = 1;
+    /// Host buffer: the exchanges, for the kernels.
+    pub(crate) const TABLE: usize = 2;
     /// Scalar: the phase, from 0.
-    pub(crate) const PHASE: usize = 2;
+    pub(crate) const PHASE: usize = 3;
     /// Host buffers from here on: one for each rank of each exchange that is ordered by runs.
-    pub(crate) const CARRY: usize = 3;
+    pub(crate) const CARRY: usize = 4;
 }
 
 /// How the program decides whether a window is fresh.
@@ -50,26 +51,14 @@ pub(crate) struct ShardedStep {
 impl ShardedStep {
     /// The program of a plan.
     pub(crate) fn new(plan: &Arc<ProgramPlan>, trust: Trust) -> Self {
-        let kernel = |name: &str, tensors: Vec<Access>, code: KernelObject| {
-            let signature = Signature::new(tensors, scalar::COUNT);
-            CallableSpec::chip(format!("{}:{name}", plan.name), signature).with_source(code.into_source())
-        };
-        let for_exchange = Arc::clone(plan);
-        let for_phase = Arc::clone(plan);
+        // The same two kernels for every program.
         let mut spec = ProgramSpec::new(plan.name.as_str())
-            .callable(kernel(
-                "exchange",
-                vec![Access::Input, Access::OutputExisting],
-                KernelObject::new(move |k| kernel::exchange(&for_exchange, k)),
-            ))
-            .callable(kernel(
-                "phase",
-                vec![Access::Input, Access::OutputExisting, Access::InOut],
-                KernelObject::new(move |k| kernel::phase(&for_phase, k)),
-            ))
+            .callable(CallableSpec::chip(kernel::EXCHANGE, kernel::exchange_signature()))
+            .callable(CallableSpec::chip(kernel::PHASE, kernel::phase_signature()))
             .parameter(Parameter::host("input", input_bytes(plan)))
             // Of any size: requests of several programs share one output buffer, large enough for each of them.
             .parameter(Parameter { name: "output".into(), kind: ParameterKind::Host { nbytes: None } })
+            .parameter(Parameter::host("table", plan.table().len() as u64))
             .parameter(Parameter::scalar("phase"));
         for (index, exchange) in plan.run_ordered() {
             for rank in 0..plan.ranks() {
@@ -87,18 +76,20 @@ impl ShardedStep {
         &self,
         build: &Build<'b>,
         args: &Args,
-        (index, domain): (usize, &DomainPlan),
+        domain: &DomainPlan,
         lease: &Lease<'b>,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let mut group = build.group(callable::EXCHANGE)?;
         for (rank, chip) in domain.request.workers.iter().enumerate() {
-            let (input, output) = self.tensors(build, args, &domain.exchanges, rank)?;
+            let [input, table, output] = self.tensors(build, args, &domain.exchanges, rank)?;
             group = group
                 .member(*chip)
                 .tensor(input)
+                .tensor(table)
                 .tensor(output)
                 .scalar(lease.device_context(*chip)?)
-                .scalar(index as u64)
+                .scalar(domain.exchanges.start as u64)
+                .scalar(domain.exchanges.len() as u64)
                 .scalar(lease.epoch())
                 .scalar(u64::from(self.fresh(build)));
         }
@@ -115,15 +106,17 @@ impl ShardedStep {
         let phase = args.scalar_at(argument::PHASE)?;
         let mut group = build.group(callable::PHASE)?;
         for (rank, chip) in self.plan.domains[exchange.domain].request.workers.iter().enumerate() {
-            let (input, output) = self.tensors(build, args, &(index..index + 1), rank)?;
+            let [input, table, output] = self.tensors(build, args, &(index..index + 1), rank)?;
             let carry = bytes(build, args.host_at(carries + rank)?, 0, exchange.nbytes, Access::InOut)?;
             group = group
                 .member(*chip)
                 .tensor(input)
+                .tensor(table)
                 .tensor(output)
                 .tensor(carry)
                 .scalar(lease.device_context(*chip)?)
                 .scalar(index as u64)
+                .scalar(1)
                 .scalar(phase)
                 .scalar(u64::from(self.fresh(build)));
         }
@@ -136,15 +129,17 @@ impl ShardedStep {
         args: &Args,
         exchanges: &std::ops::Range<usize>,
         rank: usize,
-    ) -> Result<(pto_dispatch::Tensor<'b>, pto_dispatch::Tensor<'b>), Box<dyn std::error::Error + Send + Sync>>
-    {
+    ) -> Result<[pto_dispatch::Tensor<'b>; 3], Box<dyn std::error::Error + Send + Sync>> {
         let input = args.host_at(argument::INPUT)?;
         let rows = u32::try_from(input.nbytes() / WORD)?;
         let input = build.tensor(input, &[rows], DataType::Uint32, Access::Input)?;
+        let table = args.host_at(argument::TABLE)?;
+        let words = u32::try_from(table.nbytes() / size_of::<u64>() as u64)?;
+        let table = build.tensor(table, &[words], DataType::Uint64, Access::Input)?;
         let range = self.plan.output(exchanges, rank).ok_or("a domain without exchanges has no results")?;
         let output = args.host_at(argument::OUTPUT)?;
         let output = bytes(build, output, range.start, range.end - range.start, Access::OutputExisting)?;
-        Ok((input, output))
+        Ok([input, table, output])
     }
 }
 
@@ -197,7 +192,7 @@ impl Program for ShardedStep {
                 && domain.signalled
                 && !domain.exchanges.is_empty()
             {
-                self.exchange_domain(build, args, (index, domain), lease)?;
+                self.exchange_domain(build, args, domain, lease)?;
             }
         }
         for (index, exchange, carries, lease) in phased {

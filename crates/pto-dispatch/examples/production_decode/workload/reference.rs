@@ -23,7 +23,7 @@ pub(crate) struct Verdict {
 fn step(bytes: &mut [u8], exchange: usize, rows: usize, seed: u64, first: u32) {
     bytes.fill(0);
     for row in 0..rows {
-        let (x, salt) = (input(seed, row), salt(exchange, row));
+        let (x, salt) = (input(seed, row), salt(exchange as u64, row));
         map_words(bytes, |index, sum| sum.wrapping_add(x.wrapping_mul(weight(salt, first.wrapping_add(index)))));
     }
 }
