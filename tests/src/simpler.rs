@@ -83,6 +83,8 @@ pub fn options(runtime: Runtime, chips: u32, sub_workers: u32) -> SimplerOptions
     options.python_path.push(here().join("kernels"));
     if runtime == Runtime::StandIn {
         options.python_path.insert(0, here().join("standin"));
+        // Assembles the chip programs of generated programs.
+        options.python_path.push(here().join("generated").join("packages"));
         // An installed Simpler would come first, whatever the search path says.
         options.environment = None;
         options.sys_executable = option_env!("PTO_BASE_PYTHON").map(PathBuf::from);

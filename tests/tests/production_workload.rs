@@ -13,7 +13,7 @@ mod workload;
 
 use std::sync::Arc;
 
-use driver::{Mode, ProgramReport, Setup, measure};
+use driver::{Mode, ProgramReport, Setup, emulator, measure};
 use proptest::prelude::*;
 use pto_mock::fixtures::{Fixture, FixtureError, ProgramFixture};
 use pto_mock::{Mapping, Memory};
@@ -34,7 +34,8 @@ fn setup(chips: u32) -> Setup {
 }
 
 fn run(plans: &[Arc<ProgramPlan>], mode: Mode, setup: &Setup) -> Vec<ProgramReport> {
-    measure(plans, mode, setup, &mut || {}).unwrap_or_else(|error| panic!("{mode}: {error}"))
+    measure(plans, mode, setup, &|| emulator(plans, setup), &mut || {})
+        .unwrap_or_else(|error| panic!("{mode}: {error}"))
 }
 
 /// Runs the three modes, and checks results and counts.
@@ -108,11 +109,13 @@ fn more_chips_keep_the_sizes_and_the_results() {
 fn data_buffers_take_signals_in_turn_and_count_their_additions() {
     let fixture = production();
     let plan = ProgramPlan::new(fixture.program("deepseek_v4_pro/decode_fwd").unwrap(), 2).unwrap();
-    let signals = [4, 5, 7, 10, 11];
+    let offset = |buffer: usize| plan.domains[0].request.buffers[..buffer].iter().map(|b| b.nbytes).sum::<u64>();
+    let signals = [4, 5, 7, 10, 11].map(offset);
     assert_eq!(plan.exchanges.len(), 7);
     for (i, exchange) in plan.exchanges.iter().enumerate() {
         let guard = exchange.guard.unwrap();
-        assert_eq!(guard.buffer, signals[i % 5]);
+        assert_eq!(guard.cells, signals[i % 5]);
+        assert_eq!(exchange.offset, offset(exchange.buffer));
         assert_eq!(guard.before, (i / 5) as u64 * 2);
         // Exchanges 0 and 5 share a signal, and so do 1 and 6; each adds once per hop.
         assert_eq!(guard.per_dispatch, if i % 5 < 2 { 4 } else { 2 });

@@ -10,29 +10,10 @@ use pto_dispatch::sys::{Backend, BackendError, CopyGranularity};
 use pto_dispatch::{Args, Dispatch, Error, HostBuffer, Options, PreparedWorker, Program, ProgramId, ProgramStats};
 use pto_mock::{Emulator, Mapping, Memory};
 
-use crate::simpler;
 use crate::workload::kernel;
 use crate::workload::plan::ProgramPlan;
 use crate::workload::program::{ShardedStep, Trust, argument, input_bytes, input_vector};
 use crate::workload::reference::{Verdict, verify};
-
-/// What is behind the backend.
-#[derive(Debug)]
-pub(crate) enum Runtime {
-    /// The emulator.
-    Emulator,
-    /// The Simpler binding.
-    Simpler(Box<simpler::Simpler>),
-}
-
-impl fmt::Display for Runtime {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Emulator => f.write_str("the emulator"),
-            Self::Simpler(simpler) => write!(f, "{simpler}"),
-        }
-    }
-}
 
 /// How programs are dispatched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,10 +67,8 @@ impl fmt::Display for Mode {
 }
 
 /// The backend and how hard it is driven.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Setup {
-    /// What executes the programs.
-    pub(crate) runtime: Runtime,
     /// Number of chips.
     pub(crate) chips: u32,
     /// Requests that are kept in flight, and runs that the emulator overlaps.
@@ -176,7 +155,7 @@ struct Request {
     slot: Slot,
 }
 
-/// Dispatches every program `setup.iterations` times in `mode` and checks every result. Programs take turns, so that
+/// Dispatches every program `setup.iterations` times in `mode`, on a new backend, and checks every result. Programs take turns, so that
 /// a worker of several really switches between them. `tick` is called after each request.
 ///
 /// # Errors
@@ -186,15 +165,12 @@ pub(crate) fn measure(
     plans: &[Arc<ProgramPlan>],
     mode: Mode,
     setup: &Setup,
+    backend: &dyn Fn() -> Result<Arc<dyn Backend>, BackendError>,
     tick: &mut dyn FnMut(),
 ) -> Result<Vec<ProgramReport>, DriverError> {
-    let backend = match &setup.runtime {
-        Runtime::Emulator => emulator(plans, setup)?,
-        Runtime::Simpler(simpler) => simpler.backend(setup.chips)?,
-    };
     let programs: Vec<Arc<dyn Program>> =
         plans.iter().map(|plan| Arc::new(ShardedStep::new(plan, mode.trust())) as Arc<dyn Program>).collect();
-    let worker = PreparedWorker::prepare(&programs, &mode.options(), backend)?;
+    let worker = PreparedWorker::prepare(&programs, &mode.options(), backend()?)?;
     let mut run = Measurement::new(&worker, plans, mode, setup)?;
     std::thread::scope(|scope| {
         let (to_observer, submitted) = mpsc::channel::<Submitted>();
@@ -214,7 +190,12 @@ pub(crate) fn measure(
     Ok(reports)
 }
 
-fn emulator(plans: &[Arc<ProgramPlan>], setup: &Setup) -> Result<Arc<dyn Backend>, BackendError> {
+/// An emulator for these programs.
+///
+/// # Errors
+///
+/// No shared memory.
+pub(crate) fn emulator(plans: &[Arc<ProgramPlan>], setup: &Setup) -> Result<Arc<dyn Backend>, BackendError> {
     let copies = if needs_ranges(plans) { CopyGranularity::ByteRange } else { CopyGranularity::WholeBuffer };
     let emulator = Emulator::builder()
         .chips(setup.chips)

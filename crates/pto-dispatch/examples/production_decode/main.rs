@@ -12,6 +12,7 @@
 mod driver;
 mod options;
 mod report;
+mod runtime;
 mod select;
 mod shared_memory;
 mod simpler;
@@ -29,8 +30,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use pto_mock::fixtures::{Fixture, FixtureError, ProgramFixture};
 use pto_mock::{Mapping, Memory};
 
-use driver::{DriverError, Mode, ProgramReport, Runtime, Setup, measure, needs_ranges};
+use driver::{DriverError, Mode, ProgramReport, Setup, measure, needs_ranges};
 use options::{Arguments, BackendName};
+use runtime::Runtime;
 use shared_memory::SharedMemoryError;
 use workload::plan::{PlanError, ProgramPlan};
 
@@ -104,8 +106,8 @@ fn run(arguments: &Arguments) -> Result<bool, Failure> {
         .into_iter()
         .map(|program| ProgramPlan::new(program, chips).map(Arc::new))
         .collect::<Result<Vec<_>, PlanError>>()?;
+    let runtime = Runtime::new(arguments)?;
     let setup = Setup {
-        runtime: runtime(arguments)?,
         chips,
         depth: arguments.depth,
         iterations: if arguments.stale { arguments.iterations.max(2) } else { arguments.iterations },
@@ -115,19 +117,19 @@ fn run(arguments: &Arguments) -> Result<bool, Failure> {
     let modes: &[Mode] = if arguments.stale { &[Mode::Stale] } else { &Mode::CORRECT };
     let required = shared_memory::required(&plans, modes, &setup);
     let free = shared_memory::check(required)?;
-    introduce(&plans, &setup, required, free);
+    introduce(&plans, &setup, &runtime, required, free);
 
     let mut reports = Vec::new();
     for &mode in modes {
-        reports.extend(measure_with_progress(&plans, mode, &setup)?);
+        reports.extend(measure_with_progress(&plans, mode, &setup, &runtime)?);
     }
     let names: Vec<&str> = plans.iter().map(|plan| plan.name.as_str()).collect();
     print!("\n{}", report::tables(&names, &reports));
     if let Some(path) = &arguments.json {
-        let text = format!("{:#}\n", report::to_json(&reports, &setup));
+        let text = format!("{:#}\n", report::to_json(&reports, &setup, &runtime));
         fs::write(path, text).map_err(|source| Failure::Report { path: path.clone(), source })?;
     }
-    Ok(if arguments.stale { judge_stale(&reports, &setup) } else { judge(&reports, &setup) })
+    Ok(if arguments.stale { judge_stale(&reports, &runtime) } else { judge(&reports, &runtime) })
 }
 
 /// No option is without effect.
@@ -139,16 +141,6 @@ fn check_options(arguments: &Arguments) -> Result<(), Failure> {
         return Err(Failure::Option { option: "--kernels", backend: "simpler" });
     }
     Ok(())
-}
-
-fn runtime(arguments: &Arguments) -> Result<Runtime, Failure> {
-    Ok(match arguments.backend {
-        BackendName::Emulator => Runtime::Emulator,
-        BackendName::Simpler => {
-            Runtime::Simpler(Box::new(simpler::Simpler::installed(arguments.kernels.as_deref())?))
-        }
-        BackendName::Standin => Runtime::Simpler(Box::new(simpler::Simpler::stand_in()?)),
-    })
 }
 
 fn load(arguments: &Arguments) -> Result<Fixture, Failure> {
@@ -164,7 +156,7 @@ fn default_chips(selected: &[&ProgramFixture]) -> u32 {
     selected.iter().map(|p| p.world_size).min().unwrap_or(1)
 }
 
-fn introduce(plans: &[Arc<ProgramPlan>], setup: &Setup, required: u64, free: u64) {
+fn introduce(plans: &[Arc<ProgramPlan>], setup: &Setup, runtime: &Runtime, required: u64, free: u64) {
     for plan in plans {
         let window: u64 = plan.domains.iter().map(|d| d.request.window_bytes).sum();
         println!(
@@ -180,13 +172,13 @@ fn introduce(plans: &[Arc<ProgramPlan>], setup: &Setup, required: u64, free: u64
          {} free",
         plans.len(),
         setup.chips,
-        setup.runtime,
+        runtime,
         setup.iterations,
         setup.depth,
         report::bytes(required),
         report::bytes(free)
     );
-    if needs_ranges(plans) && matches!(setup.runtime, Runtime::Emulator) {
+    if needs_ranges(plans) && matches!(runtime, Runtime::Emulator) {
         println!(
             "note: some window has bytes that no buffer covers; the emulator copies byte ranges, to reset them"
         );
@@ -200,13 +192,14 @@ fn measure_with_progress(
     plans: &[Arc<ProgramPlan>],
     mode: Mode,
     setup: &Setup,
+    runtime: &Runtime,
 ) -> Result<Vec<ProgramReport>, Failure> {
     let requests = u64::from(setup.iterations).saturating_mul(plans.len() as u64);
     let bar = ProgressBar::new(requests).with_message(mode.to_string());
     if let Ok(style) = ProgressStyle::with_template("{msg:20} [{bar:40}] {pos}/{len} {elapsed}") {
         bar.set_style(style.progress_chars("=> "));
     }
-    let measured = measure(plans, mode, setup, &mut || bar.inc(1));
+    let measured = measure(plans, mode, setup, &|| runtime.backend(plans, setup), &mut || bar.inc(1));
     // Where nobody watches, the bar draws nothing; say at least that the mode is over.
     if bar.is_hidden() {
         eprintln!("{:20} [{}] {}/{requests}", mode.to_string(), "=".repeat(40), bar.position());
@@ -216,8 +209,8 @@ fn measure_with_progress(
 }
 
 /// Whether everything was right.
-fn judge(reports: &[ProgramReport], setup: &Setup) -> bool {
-    println!("{}", report::conclusion(reports, setup));
+fn judge(reports: &[ProgramReport], runtime: &Runtime) -> bool {
+    println!("{}", report::conclusion(reports, runtime));
     let mut right = true;
     for report in reports {
         if let Some(first) = report.first_mismatch() {
@@ -229,7 +222,7 @@ fn judge(reports: &[ProgramReport], setup: &Setup) -> bool {
 }
 
 /// Whether stale state was wrong wherever it could be: in every request of a program but its first.
-fn judge_stale(reports: &[ProgramReport], setup: &Setup) -> bool {
+fn judge_stale(reports: &[ProgramReport], runtime: &Runtime) -> bool {
     let mut broke = true;
     for report in reports {
         let (first, later) = report.verdicts.split_at(report.verdicts.len().min(1));
@@ -247,10 +240,7 @@ fn judge_stale(reports: &[ProgramReport], setup: &Setup) -> bool {
         broke &= fresh_right && wrong == later.len() && wrong > 0;
     }
     if broke {
-        println!(
-            "on {}, stale state broke every program, as it must: reset windows, or count epochs",
-            setup.runtime
-        );
+        println!("on {runtime}, stale state broke every program, as it must: reset windows, or count epochs");
     } else {
         eprintln!("error: stale state did not break every later request");
     }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::driver::{Mode, ProgramReport, Runtime, Setup};
+use crate::driver::{Mode, ProgramReport, Setup};
+use crate::runtime::Runtime;
 
 /// A size with its unit.
 pub(crate) fn bytes(n: u64) -> String {
@@ -96,25 +97,21 @@ fn median_total(reports: &[ProgramReport], mode: Mode) -> Option<f64> {
 }
 
 /// The ratio between the modes, in one line.
-pub(crate) fn conclusion(reports: &[ProgramReport], setup: &Setup) -> String {
-    let runtime = &setup.runtime;
+pub(crate) fn conclusion(reports: &[ProgramReport], runtime: &Runtime) -> String {
     let [Some(base), Some(reset), Some(epochs)] = Mode::CORRECT.map(|mode| median_total(reports, mode)) else {
         return format!("nothing was measured on {runtime}");
     };
-    let caution = match runtime {
-        Runtime::Emulator => "an emulated allocation is a memory mapping, not a collective",
-        Runtime::Simpler(_) => "a simulated chip is a process, its memory the host's",
-    };
     format!(
         "on {runtime}, domains per request : persistent with reset : persistent with epochs = 1 : {:.2} : {:.2} \
-         (median total of a dispatch, mean over programs; {caution})",
+         (median total of a dispatch, mean over programs; {})",
         reset / base,
-        epochs / base
+        epochs / base,
+        runtime.caution()
     )
 }
 
 /// Everything that was measured. Times are in seconds.
-pub(crate) fn to_json(reports: &[ProgramReport], setup: &Setup) -> Value {
+pub(crate) fn to_json(reports: &[ProgramReport], setup: &Setup, runtime: &Runtime) -> Value {
     let times = |samples: &[Duration]| {
         json!({
             "p50": percentile(samples, 50).as_secs_f64(),
@@ -145,7 +142,7 @@ pub(crate) fn to_json(reports: &[ProgramReport], setup: &Setup) -> Value {
         })
         .collect();
     json!({
-        "backend": setup.runtime.to_string(),
+        "backend": runtime.to_string(),
         "chips": setup.chips,
         "depth": setup.depth,
         "iterations": setup.iterations,

@@ -93,7 +93,6 @@ fn the_default_fits_into_64_mib_of_shared_memory() {
         .collect();
     let arguments = parse(&[]).unwrap();
     let setup = Setup {
-        runtime: Runtime::Emulator,
         chips: 2,
         depth: arguments.depth,
         iterations: arguments.iterations,

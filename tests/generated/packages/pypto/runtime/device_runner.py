@@ -5,7 +5,7 @@ import importlib.util
 if importlib.util.find_spec("simpler.standin") is None:
     raise ImportError("only for the stand-in")
 
-KERNELS = {"allreduce": "allreduce", "fill": "pto_store"}
+KERNELS = {"allreduce": "allreduce", "fill": "pto_store", "idle": "pto_fail"}
 
 
 def compile_and_assemble(folder, platform):
