@@ -218,6 +218,7 @@ fn an_impossible_configuration_rejects_the_dispatch() {
         assert!(error.to_string().contains("output_prefix"), "{error}");
         assert_eq!(error.family(), Family::Misuse);
     }
+    assert_eq!(rig.journal().count(|e| matches!(e, EventKind::Admit { .. })), 1, "refused before the backend");
     config.output_prefix = Some("profile".into());
     rig.worker.submit_with(rig.ids[0], &Args::new(), &config).unwrap().wait().unwrap();
     assert_eq!(rig.journal().allocs(), 1);

@@ -744,6 +744,12 @@ fn too_many_callables_and_empty_intermediates_are_refused_before_the_start() {
     let backend = bench.builder().build().unwrap();
     let error = PreparedWorker::prepare(&[empty], &Options::ordinary(), backend).unwrap_err();
     assert!(matches!(&error, Error::Declaration { message, .. } if message.contains("0 bytes")), "{error:?}");
+    let mut spec = ProgramSpec::new("profiled").callable(store());
+    spec.config.swimlane = true;
+    let backend = bench.builder().build().unwrap();
+    let error =
+        PreparedWorker::prepare(&[program(spec, |_, _| Ok(()))], &Options::ordinary(), backend).unwrap_err();
+    assert!(matches!(&error, Error::Declaration { message, .. } if message.contains("output_prefix")), "{error:?}");
     bench.assert_clean();
 }
 

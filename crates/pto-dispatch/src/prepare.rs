@@ -160,6 +160,15 @@ fn check_programs<'a>(programs: &[Declared<'a>]) -> Result<Option<&'a Target>, E
             });
         }
     }
+    for (_, spec) in programs {
+        if let Err(error) = spec.config.check(Call::Submit) {
+            let message = match error {
+                BackendError::Misuse(misuse) => misuse.message.clone(),
+                other => other.to_string(),
+            };
+            return Err(Error::Declaration { program: Arc::clone(&spec.name), message });
+        }
+    }
     let mut agreed: Option<(usize, &Target)> = None;
     for (index, (_, spec)) in programs.iter().enumerate() {
         let Some(target) = &spec.target else { continue };

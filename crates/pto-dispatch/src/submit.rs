@@ -39,6 +39,8 @@ impl Inner {
         // Asked for once, and before anything is held: it is the user's code.
         let spec = prepared.program.spec();
         args.check(spec, self.id)?;
+        let config = config.unwrap_or(&spec.config);
+        config.check(Call::Submit)?;
         let grant = match patience {
             Patience::Wait => self.admission.acquire()?,
             Patience::Try => match self.admission.try_acquire(self.most_in_flight(prepared))? {
@@ -56,7 +58,7 @@ impl Inner {
         };
         storage.program = program.index;
         storage.args.copy_from(args);
-        storage.config.clone_from(config.unwrap_or(&spec.config));
+        storage.config.clone_from(config);
         match self.prepare_opening(prepared, &mut storage, grant, patience) {
             Ok(()) => self.build(prepared, grant, storage, patience),
             Err(error) => {

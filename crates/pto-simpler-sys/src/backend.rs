@@ -164,7 +164,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// [`SubmitError::Build`] where the builder failed. [`SubmitError::Backend`]: misuse (state, a `run` used
-    /// before, called inside a build of the same backend) or failure; [`run_state`](Self::run_state) then says
+    /// before, a `config` that [`CallConfig::check`] refuses, called inside a build of the same backend) or failure; [`run_state`](Self::run_state) then says
     /// whether the run was accepted all the same. Where the builder failed *and* what it had allocated could not be
     /// freed, it is the failure of that cleanup, which says what is still mapped; nothing is accepted after it.
     fn submit(&self, run: RunId, config: &CallConfig, graph: &mut dyn GraphBuilder) -> Result<(), SubmitError>;

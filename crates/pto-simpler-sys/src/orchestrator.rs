@@ -167,7 +167,8 @@ pub trait Orchestrator {
     /// # Errors
     ///
     /// Misuse: an unknown callable or one of another kind, an unknown chip, arguments that do not match the
-    /// signature or live on another chip, or that exceed the limits. Runtime failure: see its effect.
+    /// signature or live on another chip, or that exceed the limits, a `config` that [`CallConfig::check`] refuses.
+    /// Runtime failure: see its effect.
     fn submit_next_level(
         &self,
         callable: CallableId,

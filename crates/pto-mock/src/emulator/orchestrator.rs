@@ -15,7 +15,6 @@ use pto_simpler_sys::{
 use super::Core;
 use super::chip::{Group, Task, panic_text};
 use super::control::host_region;
-use super::run::check_config;
 use super::state::{Callable, HostMemory, State};
 use super::window::Region;
 use crate::faults::Fired;
@@ -286,7 +285,7 @@ impl Orchestrator for Graph<'_> {
         worker: ChipId,
     ) -> Result<(), BackendError> {
         let call = Call::SubmitNextLevel;
-        config.map_or(Ok(()), |config| check_config(call, config))?;
+        config.map_or(Ok(()), |config| config.check(call))?;
         let (entry, checked) = {
             let state = self.core.state.lock();
             self.core.check_building(&state, self.run, call)?;
@@ -310,7 +309,7 @@ impl Orchestrator for Graph<'_> {
         workers: &[ChipId],
     ) -> Result<(), BackendError> {
         let call = Call::SubmitNextLevelGroup;
-        config.map_or(Ok(()), |config| check_config(call, config))?;
+        config.map_or(Ok(()), |config| config.check(call))?;
         if workers.is_empty() || args.len() != workers.len() {
             let (a, w) = (args.len(), workers.len());
             let message = format!("{a} argument lists for {w} workers; give one list per worker, at least 1");
@@ -408,7 +407,7 @@ impl Orchestrator for Graph<'_> {
             self.core.check_building(&state, self.run, call)?;
             self.callable(&state, call, entry, CallableKind::Entry)?
         };
-        check_config(call, entry_call.config)?;
+        entry_call.config.check(call)?;
         let Code::Entry { code, .. } = &callable.code else {
             return Err(BackendError::broken(call, "an entry callable without an entry").into());
         };

@@ -24,7 +24,7 @@ impl Core {
         graph: &mut dyn GraphBuilder,
     ) -> Result<(), SubmitError> {
         self.refuse_reentrant(Call::Submit)?;
-        check_config(Call::Submit, config)?;
+        config.check(Call::Submit)?;
         self.check_admission(&self.state.lock(), run)?;
         let fired = self.faults.whole(Call::Submit);
         match fired.map(|fired| fired.fault.effect) {
@@ -355,12 +355,4 @@ pub(crate) fn abandoned(call: Call) -> BackendError {
         .with_effect(Effect::None)
         .with_fatal(true)
         .into()
-}
-
-/// Checks what a runtime would refuse in a call configuration.
-pub(crate) fn check_config(call: Call, config: &CallConfig) -> Result<(), BackendError> {
-    if config.swimlane && config.output_prefix.is_none() {
-        return Err(BackendError::misuse(call, "swimlane is on without an output_prefix; set one"));
-    }
-    Ok(())
 }

@@ -275,6 +275,7 @@ pub(crate) fn run(
         let message = format!("frame {} asked for; frames are 0..{FRAMES}", entry_call.frame);
         return Err(BackendError::misuse(Call::RunEntry, message).into());
     }
+    entry_call.config.check(Call::RunEntry)?;
     let call = ActiveCall { orchestrator, host, refused: Cell::new(false), opened: Cell::new(false) };
     let outcome = Python::attach(|py| {
         let tensors = PyDict::new(py);

@@ -3,14 +3,15 @@
 //! Simpler's buffers are named POSIX shared memory. Instead of borrowing the interpreter's mapping, whose end Python
 //! decides, the binding maps the same memory once more and reference-counts that mapping: a reader keeps it alive,
 //! whatever becomes of the Python object. No Rust reference to the bytes ever exists, because chip processes write
-//! them at any time; everything goes through relaxed atomics, word by word.
+//! them at any time; everything goes through relaxed atomics of one size, since accesses of several sizes to the same
+//! bytes may not race: whole words, and parts of a word by compare-and-exchange.
 
 use std::fs::{File, OpenOptions};
 use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::posix_fallocate;
@@ -73,17 +74,14 @@ impl Mapping {
         offset.checked_add(len).is_some_and(|end| end <= self.len.get())
     }
 
-    fn byte(&self, offset: usize) -> &AtomicU8 {
-        debug_assert!(offset < self.len.get());
-        // SAFETY: callers stay inside the mapping, which lives as long as `self`; atomics may be shared with other
-        // processes, and any byte is a valid `u8`.
-        unsafe { AtomicU8::from_ptr(self.base.as_ptr().add(offset)) }
-    }
-
+    /// The aligned word that holds byte `offset`.
     fn word(&self, offset: usize) -> &AtomicU64 {
-        debug_assert!(offset.is_multiple_of(WORD) && offset + WORD <= self.len.get());
-        // SAFETY: as for `byte`; the base is page aligned and the offset a multiple of eight, so the word is aligned.
-        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset).cast()) }
+        debug_assert!(offset < self.len.get());
+        let at = offset - offset % WORD;
+        // SAFETY: callers stay inside the mapping, which lives as long as `self`. The base is page aligned and `at` a
+        // multiple of eight, so the word is aligned and does not leave the page that `offset` is in, all of which is
+        // mapped. Atomics may be shared with other processes, and any eight bytes are a valid `u64`.
+        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(at).cast()) }
     }
 
     /// Copies bytes out. Returns whether the range lies inside; nothing is done otherwise.
@@ -92,20 +90,15 @@ impl Mapping {
         if !self.contains(offset, bytes.len()) {
             return false;
         }
-        let head = head_of(offset, bytes.len());
-        let (first, rest) = bytes.split_at_mut(head);
-        for (i, b) in first.iter_mut().enumerate() {
-            *b = self.byte(offset + i).load(Ordering::Relaxed);
-        }
-        let mut at = offset + head;
+        let (first, rest) = bytes.split_at_mut(head_of(offset, bytes.len()));
+        let mut at = offset + first.len();
+        self.read_part(offset, first);
         let mut words = rest.chunks_exact_mut(WORD);
         for chunk in &mut words {
             chunk.copy_from_slice(&self.word(at).load(Ordering::Relaxed).to_ne_bytes());
             at += WORD;
         }
-        for (i, b) in words.into_remainder().iter_mut().enumerate() {
-            *b = self.byte(at + i).load(Ordering::Relaxed);
-        }
+        self.read_part(at, words.into_remainder());
         true
     }
 
@@ -115,12 +108,9 @@ impl Mapping {
         if !self.contains(offset, bytes.len()) {
             return false;
         }
-        let head = head_of(offset, bytes.len());
-        let (first, rest) = bytes.split_at(head);
-        for (i, b) in first.iter().enumerate() {
-            self.byte(offset + i).store(*b, Ordering::Relaxed);
-        }
-        let mut at = offset + head;
+        let (first, rest) = bytes.split_at(head_of(offset, bytes.len()));
+        let mut at = offset + first.len();
+        self.write_part(offset, first);
         let mut words = rest.chunks_exact(WORD);
         for chunk in &mut words {
             let mut word = [0; WORD];
@@ -128,22 +118,41 @@ impl Mapping {
             self.word(at).store(u64::from_ne_bytes(word), Ordering::Relaxed);
             at += WORD;
         }
-        for (i, b) in words.remainder().iter().enumerate() {
-            self.byte(at + i).store(*b, Ordering::Relaxed);
-        }
+        self.write_part(at, words.remainder());
         true
     }
 
     /// Sets every byte.
     pub(crate) fn fill(&self, byte: u8) {
-        let word = u64::from_ne_bytes([byte; WORD]);
         let whole = self.len.get() - self.len.get() % WORD;
         for at in (0..whole).step_by(WORD) {
-            self.word(at).store(word, Ordering::Relaxed);
+            self.word(at).store(u64::from_ne_bytes([byte; WORD]), Ordering::Relaxed);
         }
-        for at in whole..self.len.get() {
-            self.byte(at).store(byte, Ordering::Relaxed);
+        self.write_part(whole, &[byte; WORD][..self.len.get() - whole]);
+    }
+
+    /// Some bytes of one word.
+    fn read_part(&self, offset: usize, bytes: &mut [u8]) {
+        if !bytes.is_empty() {
+            let word = self.word(offset).load(Ordering::Relaxed).to_ne_bytes();
+            let from = offset % WORD;
+            bytes.copy_from_slice(&word[from..from + bytes.len()]);
         }
+    }
+
+    /// Some bytes of one word; its other bytes stay what anybody else makes them.
+    fn write_part(&self, offset: usize, bytes: &[u8]) {
+        if bytes.is_empty() {
+            return;
+        }
+        let from = offset % WORD;
+        let with = |word: u64| {
+            let mut all = word.to_ne_bytes();
+            all[from..from + bytes.len()].copy_from_slice(bytes);
+            Some(u64::from_ne_bytes(all))
+        };
+        // Cannot fail, since `with` always gives a word.
+        let _ = self.word(offset).fetch_update(Ordering::Relaxed, Ordering::Relaxed, with);
     }
 }
 
@@ -188,6 +197,37 @@ mod tests {
                 assert_eq!(m.read(offset, &mut back), inside);
                 assert!(!inside || back == bytes);
             }
+        }
+    }
+
+    #[test]
+    fn writers_of_one_word_lose_nothing_of_each_other() {
+        let m = mapping(13);
+        let rounds = if cfg!(miri) { 50 } else { 20_000 };
+        std::thread::scope(|scope| {
+            for (offset, len) in [(0, 1), (1, 4), (5, 3), (8, 5)] {
+                let m = &m;
+                scope.spawn(move || {
+                    for round in 0..rounds {
+                        let bytes = vec![round as u8; len];
+                        assert!(m.write(offset, &bytes));
+                        let mut back = vec![0; len];
+                        assert!(m.read(offset, &mut back));
+                        assert_eq!(back, bytes, "bytes {offset}..{}", offset + len);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_length_that_is_no_multiple_of_a_word_is_filled_to_its_end() {
+        for len in 1..20 {
+            let m = mapping(len);
+            m.fill(0xAB);
+            let mut all = vec![0; len];
+            assert!(m.read(0, &mut all));
+            assert_eq!(all, vec![0xAB; len]);
         }
     }
 

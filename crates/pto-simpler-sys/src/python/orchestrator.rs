@@ -217,6 +217,7 @@ impl<'a> SimplerOrchestrator<'a> {
         match config {
             None => Ok(self.config.bind(py).clone()),
             Some(config) => {
+                config.check(call)?;
                 self.shared.api.call_config(py, config).map_err(|e| self.shared.validated(py, call, &e))
             }
         }

@@ -89,11 +89,12 @@ impl SimplerBackend {
         self.shared.children.chip_processes()
     }
 
-    fn admit(&self, run: RunId) -> Result<(), BackendError> {
+    fn admit(&self, run: RunId, config: &CallConfig) -> Result<(), BackendError> {
         let call = Call::Submit;
         self.shared.check_caller(call)?;
         self.shared.check_outside_build(call)?;
         self.shared.require(call, &[Phase::Ready])?;
+        config.check(call)?;
         self.shared.check_usable(call)?;
         if !self.shared.runs.begin(run) {
             return Err(BackendError::misuse(call, format!("{run} was used before; choose a new number")));
@@ -262,7 +263,7 @@ impl Backend for SimplerBackend {
     }
 
     fn submit(&self, run: RunId, config: &CallConfig, graph: &mut dyn GraphBuilder) -> Result<(), SubmitError> {
-        self.admit(run)?;
+        self.admit(run, config)?;
         /// Forgets a run that was not accepted, also when a builder unwinds.
         struct Forget<'a>(&'a Shared, RunId);
         impl Drop for Forget<'_> {

@@ -58,6 +58,7 @@ macro_rules! __conformance_rules {
             runs::ends_are_reported_without_a_lock,
             runs::ends_come_without_anybody_waiting,
             runs::a_swallowed_misuse_leaves_the_run_successful,
+            runs::a_configuration_that_the_runtime_refuses_is_refused_before_any_effect,
             domains::a_domain_without_workers_is_refused,
             domains::a_domain_with_a_worker_twice_is_refused,
             domains::a_domain_with_a_worker_out_of_range_is_refused,

@@ -5,13 +5,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use pto_simpler_sys::{
-    Backend, Call, CallConfig, ChipId, DomainState, RunId, RunOutcome, RunState, SubmitError, TensorPlace,
+    Access, Backend, Call, CallConfig, ChipId, DomainState, RunId, RunOutcome, RunState, SubmitError, TensorPlace,
 };
 
 use super::super::rig::{
-    Built, Must, Rig, broken, ensure, fresh, lock, packed, refused, refused_error, refused_submit, same,
+    Built, Must, Rig, args, broken, ensure, fresh, i32s, lock, packed, refused, refused_error, refused_submit, same,
 };
 use super::super::{BackendFactory, Outcome, Stop};
+use crate::kernels;
 
 /// A run without tasks is accepted and ends like any other.
 pub fn an_empty_run_is_accepted_and_ends(factory: &dyn BackendFactory) -> Outcome {
@@ -380,6 +381,45 @@ pub fn a_swallowed_misuse_leaves_the_run_successful(factory: &dyn BackendFactory
         }
         Ok(())
     })?;
+    rig.is_usable()?;
+    rig.finish()
+}
+
+/// A configuration that [`CallConfig::check`] refuses is refused by each call that takes one, before any effect: nothing
+/// is built, the run id stays free, no task is made.
+pub fn a_configuration_that_the_runtime_refuses_is_refused_before_any_effect(
+    factory: &dyn BackendFactory,
+) -> Outcome {
+    let rig = Rig::start(factory, 1)?;
+    let mut swimlane = CallConfig::new();
+    swimlane.swimlane = true;
+    let mut heap = CallConfig::new();
+    heap.ring_heap = Some([1; 4]);
+    let mut prefix = CallConfig::new();
+    prefix.output_prefix = Some("p".repeat(1024).into());
+    for (what, config) in
+        [("swimlane without a prefix", swimlane), ("a tiny ring", heap), ("a long prefix", prefix)]
+    {
+        let run = rig.fresh_run();
+        let mut built = Built::new(|_| Ok(()));
+        refused_submit(what, rig.backend.submit(run, &config, &mut built))?;
+        same("builds", built.calls, 0)?;
+        same("state of the refused run", rig.backend.run_state(run), RunState::Unknown)?;
+        let (result, _) = rig.attempt(run, |_| Ok(()));
+        result.must("submit under the id of a refused one")?;
+        rig.succeeds(run)?;
+
+        let out = rig.host(&[7; 8])?;
+        let (run, ()) = rig.submit(|o| {
+            let store = rig.callable(kernels::STORE)?;
+            let args = args([i32s(TensorPlace::Host(out), 2, Access::Output)], [1]);
+            refused(what, Call::SubmitNextLevel, o.submit_next_level(store, &args, Some(&config), ChipId(0)))?;
+            let group = o.submit_next_level_group(store, &[args], Some(&config), &[ChipId(0)]);
+            refused(what, Call::SubmitNextLevelGroup, group)
+        })?;
+        rig.succeeds(run)?;
+        same("output of tasks that were refused", rig.host_bytes(out, 8)?, vec![7; 8])?;
+    }
     rig.is_usable()?;
     rig.finish()
 }
