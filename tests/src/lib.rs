@@ -23,6 +23,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 pub mod backend;
+pub mod everywhere;
 pub mod fuzz;
 pub mod gate;
 pub mod parked;

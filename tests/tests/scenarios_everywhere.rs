@@ -8,113 +8,20 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use pto_dispatch::{Args, Build, Error, HostBuffer, Lease, Options, Parameter, PreparedWorker, Program, ProgramId};
-use pto_dispatch::{ProgramResult, ProgramSpec};
-use pto_mock::conformance::{self, BackendSpec, TestPath};
-use pto_mock::{EventKind, FaultSchedule, FaultyBackend, Journal, JournalBackend, kernels};
+use pto_dispatch::{Args, Error, Options, Parameter, PreparedWorker, Program, ProgramSpec};
+use pto_mock::EventKind;
+use pto_mock::conformance::BackendSpec;
 use pto_simpler_sys::{
-    Access, Backend, CallableSpec, ChipId, DataType, DomainRequest, Family, NamedBuffer, RunId, Signature,
+    Access, CallableSpec, ChipId, DataType, DomainRequest, Family, NamedBuffer, RunId, Signature,
 };
-use pto_tests::gate::HangGuard;
+use pto_tests::everywhere::{Hold, OpenOnDrop, Outs, Rig, copy, gate, hold_run, read_back, until_closing};
 use pto_tests::rig::{allocations, assert_order, at, copies, submits};
 use pto_tests::scenario::{DOMAIN, add, add_one, f1, f2, fail, program, signal_request};
 use pto_tests::spy::Spy;
-use pto_tests::{backend, parked};
-
-/// One test on the chosen backend.
-macro_rules! everywhere {
-    ($name:ident, $body:expr) => {
-        #[test]
-        fn $name() {
-            let path = TestPath::new(module_path!(), stringify!($name));
-            if !backend::chosen().unwrap().process_backed() {
-                let _guard = HangGuard::arm(stringify!($name));
-                return $body();
-            }
-            conformance::alone(path, || {
-                let before = backend::chosen().unwrap().shared_memory().unwrap_or_default();
-                $body();
-                let mut left = backend::chosen().unwrap().shared_memory().unwrap_or_default();
-                left.retain(|name| !before.contains(name));
-                assert!(left.is_empty(), "left in shared memory: {left:?} (S71)");
-            });
-        }
-    };
-}
-
-struct Rig {
-    worker: PreparedWorker,
-    ids: Vec<ProgramId>,
-    spy: Arc<Spy>,
-    journal: Journal,
-}
-
-impl Rig {
-    fn new(options: &Options, programs: &[Arc<dyn Program>], chips: u32) -> Self {
-        Self::with_faults(options, programs, chips, FaultSchedule::default())
-    }
-
-    fn with_faults(options: &Options, programs: &[Arc<dyn Program>], chips: u32, faults: FaultSchedule) -> Self {
-        let backend = backend::chosen().unwrap().create(&BackendSpec::new(chips, 1)).unwrap();
-        let journaled = JournalBackend::new(backend);
-        let journal = journaled.journal();
-        let spy = Spy::new(Arc::new(FaultyBackend::new(Arc::new(journaled), faults)));
-        let worker = PreparedWorker::prepare(programs, options, Arc::clone(&spy) as Arc<dyn Backend>).unwrap();
-        let ids = worker.programs().collect();
-        Self { worker, ids, spy, journal }
-    }
-}
+use pto_tests::{backend, everywhere, parked};
 
 fn no_args() -> Args {
     Args::new()
-}
-
-/// A host buffer of a program [`held`].
-struct Hold(HostBuffer);
-
-impl Hold {
-    fn new(worker: &PreparedWorker) -> Self {
-        Self(worker.create_buffer(8).unwrap())
-    }
-
-    fn opened(worker: &PreparedWorker) -> Self {
-        let hold = Self::new(worker);
-        hold.open();
-        hold
-    }
-
-    fn open(&self) {
-        self.0.write(0, &1_i32.to_ne_bytes()).unwrap();
-    }
-
-    /// Waits until the run is on the device.
-    fn wait_arrived(&self) {
-        let mut word = [0; 4];
-        while i32::from_ne_bytes(word) != 1 {
-            std::thread::yield_now();
-            self.0.read(4, &mut word).unwrap();
-        }
-    }
-}
-
-/// Opens holds when a test panics, so that it fails instead of hanging.
-struct OpenOnDrop<'a>(&'a [&'a Hold]);
-
-impl Drop for OpenOnDrop<'_> {
-    fn drop(&mut self) {
-        for hold in self.0 {
-            let _ = hold.0.write(0, &1_i32.to_ne_bytes());
-        }
-    }
-}
-
-fn gate() -> CallableSpec {
-    CallableSpec::sub(kernels::GATE, kernels::signature(kernels::GATE))
-}
-
-fn hold_run(build: &Build<'_>, callable: usize, args: &Args, at: usize) -> ProgramResult {
-    let tensor = build.tensor(args.host_at(at)?, &[2], DataType::Int32, Access::InOut)?;
-    Ok(build.task(callable)?.tensor(tensor).submit_sub()?)
 }
 
 /// F1, whose run ends when its hold (argument 0) is open.
@@ -134,30 +41,6 @@ fn held_noting(builds: &Arc<Mutex<Vec<(u64, usize)>>>) -> Arc<dyn Program> {
     })
 }
 
-fn copy() -> CallableSpec {
-    CallableSpec::chip(kernels::COPY, kernels::signature(kernels::COPY))
-}
-
-/// Copies buffer `name` of each member into the host buffer at `first` + rank, after everything that wrote it.
-fn read_back<'b>(
-    build: &Build<'b>,
-    lease: &Lease<'b>,
-    name: &str,
-    callable: usize,
-    args: &Args,
-    first: usize,
-) -> ProgramResult {
-    for (rank, chip) in lease.request().workers.iter().enumerate() {
-        let buffer = lease.buffer(*chip, name)?;
-        let words = [u32::try_from(buffer.nbytes() / 4)?];
-        let from = build.tensor(&buffer, &words, DataType::Int32, Access::Input)?;
-        let out = args.host_at(first + rank)?;
-        let to = build.tensor(out, &words, DataType::Int32, Access::OutputExisting)?;
-        build.task(callable)?.tensor(from).tensor(to).submit(*chip)?;
-    }
-    Ok(())
-}
-
 /// A program that adds 1 to each word of `window_bytes` on two members, and reads the result into arguments 0 and 1.
 fn adder(name: &str, window_bytes: u64) -> Arc<dyn Program> {
     let spec = ProgramSpec::new(name).callable(add()).callable(copy());
@@ -170,54 +53,9 @@ fn adder(name: &str, window_bytes: u64) -> Arc<dyn Program> {
     })
 }
 
-/// One result buffer per member.
-struct Outs(Vec<HostBuffer>);
-
-impl Outs {
-    fn new(worker: &PreparedWorker, nbytes: u64) -> Self {
-        let made = (0..2).map(|_| worker.create_buffer(nbytes).unwrap());
-        let outs = Self(made.collect());
-        outs.0.iter().for_each(|out| out.fill(0xA5).unwrap());
-        outs
-    }
-
-    fn args(&self) -> Args {
-        self.0.iter().fold(Args::new(), |args, out| args.host(out))
-    }
-
-    /// Every word of every member.
-    fn words(&self) -> Vec<i32> {
-        let of = |out: &HostBuffer| {
-            let mut bytes = vec![0; usize::try_from(out.nbytes()).unwrap()];
-            out.read(0, &mut bytes).unwrap();
-            let words: Vec<i32> =
-                bytes.chunks_exact(4).map(|w| i32::from_ne_bytes(w.try_into().unwrap())).collect();
-            words
-        };
-        self.0.iter().flat_map(of).collect()
-    }
-
-    #[track_caller]
-    fn assert_all(&self, expected: i32) {
-        let words = self.words();
-        let wrong = words.iter().filter(|word| **word != expected).count();
-        assert_eq!(wrong, 0, "{wrong} of {} words are not {expected}: {:?}...", words.len(), &words[..4]);
-    }
-}
-
 /// An accepted end of a run, in the journal.
 fn ended(run: u64) -> impl Fn(&EventKind) -> bool {
     move |event| *event == EventKind::Ended(RunId(run), true)
-}
-
-fn until_closing(rig: &Rig, args: &Args) {
-    loop {
-        match rig.worker.try_submit(rig.ids[0], args) {
-            Err(Error::Closing | Error::Closed) => return,
-            Err(Error::WouldBlock { .. }) => std::thread::yield_now(),
-            other => panic!("two runs are held: {other:?}"),
-        }
-    }
 }
 
 everywhere!(s01_close_order, || {
