@@ -288,6 +288,7 @@ impl Error {
             Self::Failed(f) => f.final_for_worker,
             Self::Backend(e) | Self::ResetCopy { source: e, .. } => e.must_reprepare(),
             Self::Domain(e) => e.must_reprepare(),
+            Self::Reset { source, .. } => source.must_reprepare(),
             _ => false,
         }
     }
@@ -296,7 +297,7 @@ impl Error {
     pub(crate) fn effect(&self) -> Effect {
         match self {
             Self::Backend(e) => e.effect(),
-            Self::Broken(_) => Effect::Unknown,
+            _ if self.family() == Family::Broken => Effect::Unknown,
             _ => Effect::None,
         }
     }
@@ -380,4 +381,20 @@ pub struct CloseFailure {
     pub others: Vec<Error>,
     /// Whether the backend is closed. If not, calling close again retries that and nothing else.
     pub complete: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a reset error says of itself is what the error of the dispatch says.
+    #[test]
+    fn a_reset_error_keeps_its_family_and_its_advice() {
+        for source in [ResetError::ZeroWindow, ResetError::SourceCount { found: 1, needed: 2 }] {
+            let error = Error::Reset { key: "p0:d".into(), source: source.clone() };
+            assert_eq!(error.family(), source.family());
+            assert_eq!(error.must_reprepare(), source.must_reprepare(), "{source}");
+            assert_eq!(error.must_reprepare(), source.family() == Family::Broken);
+        }
+    }
 }
