@@ -262,6 +262,14 @@ fn table(rows: &[Row]) -> String {
     lines.iter().map(|line| line.iter().enumerate().map(cell).collect::<Vec<_>>().join("  ") + "\n").collect()
 }
 
+const USAGE: &str = "\
+options:
+  --backend emulator|simpler|standin   where it runs (default: simpler)
+  --iterations N                       dispatches in each mode (default: 100)
+  --words N                            32-bit words that each rank brings (default: 1024)
+  --host-time                          also tell which share of submit is the runtime's own (not on the emulator)
+environment: PTO_PLATFORM, PTO_RETENTION, PTO_PYTHON_PRELUDE, PTO_PYTHON_PATH, PTO_KERNELS (see pto_tests::simpler)";
+
 fn run() -> Result<bool, Box<dyn Error>> {
     let mut backend = "simpler".to_owned();
     let (mut iterations, mut size, mut host_time) = (100, 1024, false);
@@ -273,7 +281,11 @@ fn run() -> Result<bool, Box<dyn Error>> {
             "--iterations" => iterations = value()?.parse()?,
             "--words" => size = value()?.parse()?,
             "--host-time" => host_time = true,
-            _ => return Err(format!("unknown option {option:?}; see the head of this file").into()),
+            "--help" | "-h" => {
+                println!("{USAGE}");
+                return Ok(true);
+            }
+            _ => return Err(format!("unknown option {option:?}\n{USAGE}").into()),
         }
     }
     if iterations == 0 || size == 0 {

@@ -26,7 +26,11 @@ const BACKENDS: &[(&str, Make)] = &[
 
 /// A name that is no backend of this build.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{VARIABLE} is {requested:?}; permitted are {}", permitted.join(", "))]
+#[error(
+    "{VARIABLE} is {requested:?}; permitted are {}{}",
+    permitted.join(", "),
+    if cfg!(feature = "simpler") { "" } else { ", and with --features simpler also simpler and standin" }
+)]
 pub struct UnknownBackend {
     /// The name asked for.
     pub requested: String,

@@ -39,3 +39,9 @@ pub mod spy;
 #[doc = include_str!("../../README.md")]
 #[derive(Debug)]
 pub struct Readme;
+
+/// Compiles and runs the examples in the guide.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/guide.md")]
+#[derive(Debug)]
+pub struct Guide;

@@ -4,7 +4,7 @@
 //! | variable | meaning |
 //! |---|---|
 //! | `PTO_BACKEND` | `simpler` or `standin`; suites for the binding alone take `standin` by default |
-//! | `PTO_PLATFORM` | `a2a3sim` (default) or `a5sim` |
+//! | `PTO_PLATFORM` | `a2a3sim` (default), `a5sim`, or a platform with chips |
 //! | `PTO_RETENTION` | `legacy`, or public (default) |
 //! | `PTO_PYTHON_PRELUDE` | `module:function`, run before the runtime is probed |
 //! | `PTO_PYTHON_PATH` | more directories for modules |
@@ -136,7 +136,8 @@ fn kernel(directory: &Path, name: &str, signature: &Signature) -> Option<KernelA
 /// Where this build keeps what its tests make.
 fn cache() -> PathBuf {
     let binary = env::current_exe().unwrap();
-    let target = binary.ancestors().find(|p| p.join("deps").is_dir()).unwrap_or_else(|| Path::new("."));
+    // A binary that was moved elsewhere shares the system's directory.
+    let target = binary.ancestors().find(|p| p.join("deps").is_dir()).map_or_else(env::temp_dir, PathBuf::from);
     target.join("pto-kernels")
 }
 
@@ -163,7 +164,8 @@ fn compiled(platform: &str) -> PathBuf {
             Command::new(&interpreter).arg(sources.join("build.py")).arg(platform).arg(made.path()).status();
         assert!(
             status.as_ref().is_ok_and(|s| s.success()),
-            "the kernels do not compile: {interpreter:?}: {status:?}"
+            "the kernels do not compile ({interpreter:?}: {status:?}): they are compiled with the Python of the active \
+             virtual environment, so activate the one that has Simpler, or set PTO_KERNELS"
         );
         // Another test may have been faster.
         let _ = fs::rename(made.path(), &done);

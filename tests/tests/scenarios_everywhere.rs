@@ -309,6 +309,7 @@ everywhere!(s50_failed_dispatch_then_close, || {
             rig.worker.call(&no_args()).unwrap();
         }
         fail.store(mode, Ordering::SeqCst);
+        assert!(rig.worker.failure().is_none());
         let error = rig.worker.submit(rig.ids[0], &no_args()).map(drop).unwrap_err();
         assert_own(&error, mode);
         fail.store(0, Ordering::SeqCst);
@@ -316,6 +317,7 @@ everywhere!(s50_failed_dispatch_then_close, || {
         let refused = rig.worker.submit(rig.ids[0], &no_args()).map(drop);
         let Err(Error::Poisoned(failure)) = refused else { panic!("{refused:?}") };
         assert_own(&failure.cause, mode);
+        assert!(rig.worker.failure().is_some_and(|asked| Arc::ptr_eq(&asked, &failure)), "why it takes no more");
         assert_eq!(submits(&rig.journal), before);
         // The error was delivered to the submitter.
         rig.worker.close().unwrap();

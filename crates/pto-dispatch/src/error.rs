@@ -280,7 +280,11 @@ impl Error {
         }
     }
 
-    /// Whether the worker is finished and must be closed and prepared again.
+    /// Whether this error by itself says that the worker is finished and must be closed and prepared again.
+    ///
+    /// The error of a rejected submission speaks of itself only: a builder's own failure, or a call that failed, says no
+    /// here, also where it came after the opening and has therefore poisoned the worker. Whether the *worker* takes
+    /// more is what [`PreparedWorker::failure`](crate::PreparedWorker::failure) says.
     #[must_use]
     pub fn must_reprepare(&self) -> bool {
         match self {

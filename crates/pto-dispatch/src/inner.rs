@@ -268,6 +268,12 @@ impl Inner {
         Some(refusal.into())
     }
 
+    /// The failure that ended the worker's useful life.
+    pub(crate) fn final_failure(&self) -> Option<Arc<Failure>> {
+        let failures = self.failures.lock();
+        failures.poison.clone().or_else(|| failures.finished.clone())
+    }
+
     /// The opening plan of a program, made anew where the program has gained a domain. Only under the build lock.
     pub(crate) fn opening_plan(&self, program: &PreparedProgram) -> Result<Arc<OpeningPlan>, Error> {
         if !self.mode.persistent {

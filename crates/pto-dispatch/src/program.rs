@@ -3,13 +3,13 @@
 use std::fmt;
 use std::sync::Arc;
 
-use pto_simpler_sys::{CallConfig, CallableSpec};
+use pto_simpler_sys::{CallConfig, CallableSpec, RunId};
 
 use crate::buffer::{DeviceTensor, HostBuffer};
 use crate::build::Build;
 use crate::error::Error;
 
-/// The number of a dispatch on its worker, counted from 1.
+/// The number of a dispatch on its worker, counted from 1. The backend knows its run under the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DispatchId(pub(crate) u64);
 
@@ -18,6 +18,12 @@ impl DispatchId {
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
+    }
+
+    /// The dispatch's run, as the backend knows it.
+    #[must_use]
+    pub const fn run(self) -> RunId {
+        RunId(self.0)
     }
 }
 

@@ -7,7 +7,7 @@ use pto_simpler_sys::{Backend, BackendError, CallConfig, Capabilities, ChipId, N
 
 use crate::buffer::{DeviceTensor, HostBuffer};
 use crate::completion::{Dispatch, Outcome};
-use crate::error::Error;
+use crate::error::{Error, Failure};
 use crate::inner::Inner;
 use crate::options::Options;
 use crate::prepare::prepare;
@@ -205,6 +205,16 @@ impl PreparedWorker {
         self.inner.admission.in_use().into_iter().map(DispatchId).collect()
     }
 
+    /// Why the worker takes no more dispatches: the failure that poisoned or finished it, `None` while it is sound. It
+    /// must then be closed and prepared again.
+    ///
+    /// Asking does not count as having been told: close still reports a failure that no waiter and no submitter has
+    /// seen.
+    #[must_use]
+    pub fn failure(&self) -> Option<Arc<Failure>> {
+        self.inner.final_failure()
+    }
+
     /// What the dispatches of `program` have cost so far.
     ///
     /// # Errors
@@ -218,8 +228,9 @@ impl PreparedWorker {
     /// reverse first-use order and verifies that each is freed, frees device tensors, closes the backend. Every step
     /// is attempted whatever failed before.
     ///
-    /// Idempotent: concurrent callers wait for the one close and get its outcome, and so do later ones. After a
-    /// failed backend close, calling again retries that and nothing else.
+    /// Idempotent: concurrent callers wait for the one close and get its outcome, and so do later ones: a failure of one
+    /// of its steps is repeated to each of them. After a failed backend close, calling again retries that and nothing
+    /// else.
     ///
     /// # Errors
     ///

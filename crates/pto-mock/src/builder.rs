@@ -46,7 +46,7 @@ pub enum Completion {
     #[default]
     Free,
     /// A test, with [`Emulator::complete`] or [`Emulator::fail`]; tasks execute freely. A run that is held holds up
-    /// `close`, too.
+    /// `close`, too. The run of a `pto-dispatch` dispatch is `dispatch.id().run()`.
     ByHand,
 }
 

@@ -16,7 +16,8 @@
 //!
 //! `call[@chipN]#k:effect[=kind][!]`, faults separated by `;`. Calls by the names of
 //! [`Call::name`] (run-scoped scratch is `alloc_scratch`), effects `before`, `after`, `no-reply`, `hang`, `unwind`;
-//! kinds as [`FaultKind`] prints them; `!` makes the failure final for the worker.
+//! kinds `plain` (the default), `chip-died(exit=CODE)`, `chip-died(signal=NUMBER)`, `device-timeout`,
+//! `out-of-shared-memory(BYTES)`, `out-of-device-memory(BYTES)`, `deferred`; `!` makes the failure final for the worker.
 //!
 //! # What is counted
 //!
@@ -24,6 +25,9 @@
 //! task, the making of one window of an allocation, the freeing of one window. Each fault fires once, at its
 //! occurrence; every matching call is counted from when the fault was armed. Where several faults hit one call, the
 //! first of the schedule wins; the others are counted, and spent if it was their turn.
+//!
+//! Domains are allocated by `get_or_allocate_domain` on a persistent worker and by `allocate_domain` on an ordinary one,
+//! and a fault on a call that is never made does nothing. It stays pending: assert at the end of a test that none is.
 
 use std::fmt;
 use std::str::FromStr;
@@ -241,12 +245,16 @@ pub struct ParseFaultError {
     pub what: String,
 }
 
+/// The forms of a kind.
+const KINDS: &str = "plain, chip-died(exit=CODE), chip-died(signal=NUMBER), device-timeout, out-of-shared-memory(BYTES), \
+                     out-of-device-memory(BYTES), deferred";
+
 impl FromStr for FaultKind {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let number = |prefix: &str| text.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(')'));
-        let bad = |e: std::num::ParseIntError| format!("{text:?}: {e}");
+        let bad = |e: std::num::ParseIntError| format!("{text:?}: {e}; permitted: {KINDS}");
         match text {
             "plain" => Ok(Self::Plain),
             "device-timeout" => Ok(Self::DeviceTimeout),
@@ -261,10 +269,7 @@ impl FromStr for FaultKind {
                 } else if let Some(n) = number("out-of-device-memory(") {
                     n.parse().map(Self::OutOfDeviceMemory).map_err(bad)
                 } else {
-                    Err(format!(
-                        "unknown kind {text:?}; permitted: plain, chip-died(exit=N), chip-died(signal=N), \
-                         device-timeout, out-of-shared-memory(N), out-of-device-memory(N), deferred"
-                    ))
+                    Err(format!("unknown kind {text:?}; permitted: {KINDS}"))
                 }
             }
         }
@@ -290,7 +295,10 @@ impl FromStr for Fault {
             }
         };
         let call = CALLS.iter().find(|(_, name)| *name == call).map(|(call, _)| *call);
-        let call = call.ok_or_else(|| error("unknown call; permitted are the names in CALLS".to_owned()))?;
+        let call = call.ok_or_else(|| {
+            let names = CALLS.map(|(_, name)| name).join(", ");
+            error(format!("unknown call; permitted: {names}"))
+        })?;
         let occurrence =
             occurrence.parse().map_err(|e| error(format!("occurrence {occurrence:?} is no number: {e}")))?;
         let (effect, kind) = outcome.split_once('=').map_or((outcome, "plain"), |(effect, kind)| (effect, kind));

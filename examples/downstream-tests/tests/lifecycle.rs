@@ -15,9 +15,51 @@ fn backend() -> (Arc<dyn Backend>, Option<Journal>) {
             let emulator = kernels::install(Emulator::builder().chips(2)).build().unwrap();
             (emulator.clone(), Some(emulator.journal()))
         }
+        #[cfg(feature = "simpler")]
+        Ok("simpler") => (simpler::backend(), None),
         // Yours: add a line for each backend that the program is meant for.
-        Ok(other) => panic!("PTO_BACKEND is {other:?}; permitted is emulator"),
+        Ok(other) => panic!("PTO_BACKEND is {other:?}; permitted: emulator, and simpler with --features simpler"),
     }
+}
+
+/// The real runtime. The emulator knows the program's kernels by name; here the names get their compiled files.
+#[cfg(feature = "simpler")]
+mod simpler {
+    use std::path::PathBuf;
+    use std::sync::Arc;
+
+    use pto_simpler_sys::python::{SimplerBackend, SimplerOptions};
+    use pto_simpler_sys::{Access, Backend, CallableSource, ChipArtefact, KernelArtefact};
+
+    pub(super) fn backend() -> Arc<dyn Backend> {
+        let kernels = std::env::var_os("PTO_KERNELS").expect("PTO_KERNELS names the directory of compiled kernels");
+        let kernels = PathBuf::from(kernels);
+        let mut options = SimplerOptions::from_environment(0..2);
+        for (name, signature) in
+            [("pto_add", vec![Access::InOut]), ("pto_copy", vec![Access::Input, Access::OutputExisting])]
+        {
+            let kernel = KernelArtefact {
+                function_id: 0,
+                binary: kernels.join(format!("{name}.kernel")),
+                core: "aiv".into(),
+                signature,
+            };
+            let artefact = ChipArtefact {
+                orchestration: kernels.join("orchestration.so"),
+                function: name.into(),
+                config_function: Some(format!("{name}_config").into()),
+                kernels: vec![kernel],
+            };
+            options.callables.insert(name.into(), CallableSource::Artefact(artefact));
+        }
+        Arc::new(SimplerBackend::new(options).unwrap())
+    }
+}
+
+/// Makes a backend once before the plans, so that one that cannot be had is not taken for a failing plan.
+fn settings() -> proptest::test_runner::Config {
+    drop(backend());
+    config(64)
 }
 
 struct Guest;
@@ -49,7 +91,7 @@ impl LifecycleProgram for Guest {
 }
 
 proptest::proptest! {
-    #![proptest_config(config(64))]
+    #![proptest_config(settings())]
 
     #[test]
     fn the_counter_keeps_every_rule_whatever_is_done_to_it(plan in plans(2, 24)) {
