@@ -254,7 +254,7 @@ fn an_entry_opens_the_dispatch_and_leases_through_the_build() {
             noted.push(reply.clone());
             noted.len() - 1
         };
-        context.host().open()?;
+        context.host().open(true)?;
         let copies = inside.get().unwrap().journal().copies().len();
         assert_eq!(copies, 2 * earlier, "the second dispatch finds both windows zeroed by now");
         context.host().domain("late", &signal_request(64), &mut reply)?;

@@ -95,9 +95,13 @@ struct Host<'a> {
 }
 
 impl EntryHost for Host<'_> {
-    fn open(&self) -> Result<(), BuildFailed> {
+    fn open(&self, _task: bool) -> Result<(), BuildFailed> {
         self.opened.set(self.opened.get() + 1);
         Ok(())
+    }
+
+    fn retains(&self) -> bool {
+        self.retained
     }
 
     fn domain(&self, name: &str, request: &DomainRequest, reply: &mut DomainAllocation) -> Result<(), BuildFailed> {

@@ -196,7 +196,7 @@ pub enum Arg {
     Host(HostBuffer),
     /// Resident device memory.
     Device(DeviceTensor),
-    /// A scalar.
+    /// A scalar: 64 bits, of whatever meaning the program gives them.
     Scalar(u64),
 }
 
@@ -233,6 +233,18 @@ impl Args {
     pub fn scalar(mut self, value: u64) -> Self {
         self.list.push(Arg::Scalar(value));
         self
+    }
+
+    /// Adds a scalar with a sign, in two's complement.
+    #[must_use]
+    pub fn signed(self, value: i64) -> Self {
+        self.scalar(value.cast_unsigned())
+    }
+
+    /// Adds a floating-point scalar, as the bits of its IEEE 754 form.
+    #[must_use]
+    pub fn float(self, value: f64) -> Self {
+        self.scalar(value.to_bits())
     }
 
     /// Adds an argument in place.
@@ -296,6 +308,24 @@ impl Args {
             Some(Arg::Scalar(value)) => Ok(*value),
             _ => Err(Error::build(format!("argument {index} is not a scalar"))),
         }
+    }
+
+    /// The scalar at `index`, as a number with a sign.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Build`] where there is none.
+    pub fn signed_at(&self, index: usize) -> Result<i64, Error> {
+        self.scalar_at(index).map(u64::cast_signed)
+    }
+
+    /// The scalar at `index`, as a floating-point number.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Build`] where there is none.
+    pub fn float_at(&self, index: usize) -> Result<f64, Error> {
+        self.scalar_at(index).map(f64::from_bits)
     }
 
     /// Copies the list into `self`, keeping storage.

@@ -244,9 +244,13 @@ fn scopes_nest_to_the_limit_and_report_their_body() {
 fn entries_see_their_arguments_and_build_through_their_host() {
     struct Host<'a>(&'a dyn Orchestrator, AtomicBool);
     impl EntryHost for Host<'_> {
-        fn open(&self) -> Result<(), BuildFailed> {
+        fn open(&self, _task: bool) -> Result<(), BuildFailed> {
             self.1.store(true, Ordering::SeqCst);
             Ok(())
+        }
+
+        fn retains(&self) -> bool {
+            false
         }
         fn domain(
             &self,
@@ -263,7 +267,7 @@ fn entries_see_their_arguments_and_build_through_their_host() {
         .entry("decode", move |e| {
             let mut reply = DomainAllocation::new();
             e.host().domain("d", &signal(), &mut reply)?;
-            e.host().open()?;
+            e.host().open(true)?;
             let Some(EntryValue::Scalar(step)) = e.arg("step") else {
                 return Err(BackendError::misuse(Call::RunEntry, "no step").into());
             };

@@ -424,8 +424,12 @@ fn scratch_is_freed_with_its_run() {
 fn a_swimlane_without_an_output_prefix_is_refused() {
     struct Nobody;
     impl EntryHost for Nobody {
-        fn open(&self) -> Result<(), BuildFailed> {
+        fn open(&self, _task: bool) -> Result<(), BuildFailed> {
             Err(BuildFailed)
+        }
+
+        fn retains(&self) -> bool {
+            false
         }
         fn domain(&self, _: &str, _: &DomainRequest, _: &mut DomainAllocation) -> Result<(), BuildFailed> {
             Err(BuildFailed)

@@ -33,17 +33,27 @@ pub enum CopyResult {
     Skipped,
 }
 
-/// An argument of a host entry.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// An argument of a host entry. The entry sees a scalar as the number that it is: it compares and computes with it
+/// before it becomes the 64 bits of a task's argument.
+#[derive(Clone, Debug, PartialEq)]
 pub enum EntryValue {
     /// A tensor.
     Tensor(TensorArg),
-    /// A scalar.
+    /// A tensor whose leading dimension runs over the list: one part per position, of one shape and element type, each
+    /// resident on a chip of its own. An entry may only take whole parts out of it.
+    Stacked(Vec<TensorArg>),
+    /// A scalar without a sign.
     Scalar(u64),
+    /// A scalar with a sign.
+    Signed(i64),
+    /// A floating-point scalar.
+    Float(f64),
+    /// A truth value.
+    Bool(bool),
 }
 
 /// A named argument of a host entry.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct EntryArg {
     /// The parameter name in the generated program.
     pub name: Arc<str>,
@@ -64,13 +74,18 @@ pub struct EntryCall<'a> {
 
 /// What a host entry may call back while it runs. Called on the submitting thread, detached from any interpreter.
 pub trait EntryHost {
-    /// Must be called before the entry's first own call that reaches the device (a task, a copy, scratch), so that
-    /// the dispatch opens first. Cheap when it is open already.
+    /// Must be called before each of the entry's own calls that reach the device (a task, a copy, a domain of its own,
+    /// scratch), so that the dispatch opens first. `task`: the call is a task, after which no control may follow.
+    /// Cheap when it is open already.
     ///
     /// # Errors
     ///
     /// [`BuildFailed`]: the opening failed; the entry must stop. The reason stays with the host.
-    fn open(&self) -> Result<(), BuildFailed>;
+    fn open(&self, task: bool) -> Result<(), BuildFailed>;
+
+    /// Whether [`domain`](Self::domain) keeps its domains between runs. Where it does, an entry that asks the runtime
+    /// itself to retain a domain gets one from the host instead.
+    fn retains(&self) -> bool;
 
     /// Leases the domain `name` and describes it in `reply`.
     ///

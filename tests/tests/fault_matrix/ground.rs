@@ -281,7 +281,7 @@ impl Ground {
         };
         let emulator = kernels::install(Emulator::builder())
             .entry(ENTRY, |entry| {
-                entry.host().open()?;
+                entry.host().open(true)?;
                 entry.orchestrator().alloc(64)?;
                 Ok(())
             })

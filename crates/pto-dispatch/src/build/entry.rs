@@ -29,7 +29,7 @@ impl<'b> Build<'b> {
         expect_kind(callable, CallableKind::Entry)?;
         self.check_control()?;
         for (_, input) in args {
-            if let EntryInput::Tensor(tensor) = input {
+            for tensor in input.tensors() {
                 tensor.check()?;
             }
         }
@@ -39,7 +39,11 @@ impl<'b> Build<'b> {
                 name: Arc::clone(name),
                 value: match input {
                     EntryInput::Tensor(tensor) => EntryValue::Tensor(tensor.arg),
+                    EntryInput::Stacked(parts) => EntryValue::Stacked(parts.iter().map(|t| t.arg).collect()),
                     EntryInput::Scalar(value) => EntryValue::Scalar(*value),
+                    EntryInput::Signed(value) => EntryValue::Signed(*value),
+                    EntryInput::Float(value) => EntryValue::Float(*value),
+                    EntryInput::Bool(value) => EntryValue::Bool(*value),
                 },
             })
             .collect();
@@ -64,13 +68,34 @@ impl<'b> Build<'b> {
     }
 }
 
-/// An input of a host entry.
-#[derive(Clone, Copy, Debug)]
+/// An input of a host entry. A generated program computes with its scalars before it passes them on, so they come with
+/// their kind: bits that an [`Arg::Scalar`](crate::Arg::Scalar) carries are given as what they mean, for example
+/// `Signed(args.signed_at(0)?)`.
+#[derive(Clone, Debug)]
 pub enum EntryInput<'b> {
     /// A tensor.
     Tensor(Tensor<'b>),
-    /// A scalar.
+    /// A tensor whose leading dimension runs over the list: parts of one shape and element type, each resident on a chip
+    /// of its own. The entry may take whole parts out of it.
+    Stacked(Vec<Tensor<'b>>),
+    /// A scalar without a sign.
     Scalar(u64),
+    /// A scalar with a sign.
+    Signed(i64),
+    /// A floating-point scalar.
+    Float(f64),
+    /// A truth value.
+    Bool(bool),
+}
+
+impl<'b> EntryInput<'b> {
+    fn tensors(&self) -> &[Tensor<'b>] {
+        match self {
+            Self::Tensor(tensor) => std::slice::from_ref(tensor),
+            Self::Stacked(parts) => parts,
+            Self::Scalar(_) | Self::Signed(_) | Self::Float(_) | Self::Bool(_) => &[],
+        }
+    }
 }
 
 /// The build as a host entry sees it. What goes wrong stays here; only a marker goes through the backend.
@@ -89,13 +114,17 @@ impl Host<'_, '_> {
 }
 
 impl EntryHost for Host<'_, '_> {
-    fn open(&self) -> Result<(), BuildFailed> {
+    fn open(&self, task: bool) -> Result<(), BuildFailed> {
         let opened = self.build.open();
-        if opened.is_ok() {
-            // Asked for right before the entry's first own effect.
+        if task && opened.is_ok() {
+            // Asked for right before the task.
             self.build.state.tasks.set(true);
         }
         self.keep(opened)
+    }
+
+    fn retains(&self) -> bool {
+        self.build.inner.mode.persistent
     }
 
     fn domain(&self, name: &str, request: &DomainRequest, reply: &mut DomainAllocation) -> Result<(), BuildFailed> {

@@ -10,9 +10,7 @@ use crate::error::{BackendError, Call};
 use crate::ids::{ChipId, HostBufferId};
 
 /// Wire size of the fixed part of an argument blob, of one tensor and of one scalar, in bytes.
-const BLOB_HEADER: u64 = 8;
-const BLOB_TENSOR: u64 = 144;
-const BLOB_SCALAR: u64 = 8;
+pub(crate) const BLOB: (u64, u64, u64) = (8, 144, 8);
 
 /// Where a task runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +53,7 @@ pub(crate) fn check_counts(
             ),
         ));
     }
-    let blob = BLOB_HEADER + tensors * BLOB_TENSOR + scalars * BLOB_SCALAR;
+    let blob = BLOB.0 + tensors * BLOB.1 + scalars * BLOB.2;
     if blob > limits.argument_bytes {
         return Err(BackendError::misuse(
             call,

@@ -1,14 +1,17 @@
 //! Host entries: programs that a generator wrote as a directory, loaded and called the way the generator's own
 //! runner does.
 //!
-//! The Python half is `support.py`, compiled into the binding. An entry gets the runtime's orchestrator behind a thin
-//! wrapper that announces each call before it reaches the device, so that the dispatch can open first; a provider for
-//! its domains that asks the [`EntryHost`]; and its tensors as views over the backend's own buffers, which can be
-//! sliced. No torch is needed for any of it, though the generated module imports it.
+//! The Python half is `support.py`, `lending.py` and `tensors.py`, compiled into the binding. An entry gets the runtime's
+//! orchestrator behind a thin wrapper that announces each call before it reaches the device, so that the dispatch can
+//! open first; a provider for its domains that asks the [`EntryHost`]; and its tensors as views over the backend's own
+//! buffers, which can be sliced. All of these answer during the one call that they were made for, on its thread. No
+//! torch is needed for any of it, though the generated module imports it.
 
 use std::cell::{Cell, RefCell};
+use std::ffi::CStr;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use pyo3::exceptions::{PyImportError, PyRuntimeError};
 use pyo3::intern;
@@ -16,6 +19,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList};
 
+use super::args::BLOB;
 use super::building::{GraphBuildFailed, detached};
 use super::callables::{self, Callable};
 use super::orchestrator::SimplerOrchestrator;
@@ -39,6 +43,7 @@ pub(crate) struct Entry {
     pub(crate) used_callbacks: Vec<String>,
     subs: u32,
     chips: u32,
+    sub_workers: u32,
 }
 
 static SUPPORT: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
@@ -47,20 +52,31 @@ static TENSOR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 /// The Python half of the binding.
 pub(crate) fn support(py: Python<'_>) -> PyResult<&Bound<'_, PyModule>> {
     let module = SUPPORT.get_or_try_init(py, || {
+        // Each imports the ones before it.
+        PyModule::from_code(py, TENSORS, c"pto_simpler_tensors.py", c"pto_simpler_tensors")?;
+        PyModule::from_code(py, LENDING, c"pto_simpler_lending.py", c"pto_simpler_lending")?;
         PyModule::from_code(py, SOURCE, c"pto_simpler_support.py", c"pto_simpler_support").map(Bound::unbind)
     })?;
     Ok(module.bind(py))
 }
 
-const SOURCE: &std::ffi::CStr =
-    match std::ffi::CStr::from_bytes_with_nul(concat!(include_str!("support.py"), "\0").as_bytes()) {
-        Ok(source) => source,
-        Err(_) => c"raise ImportError('the support module contains a zero byte')",
+macro_rules! source {
+    ($file:literal) => {
+        match CStr::from_bytes_with_nul(concat!(include_str!($file), "\0").as_bytes()) {
+            Ok(source) => source,
+            Err(_) => c"raise ImportError('a support module contains a zero byte')",
+        }
     };
+}
 
-fn tensor_class(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
-    let class = TENSOR.get_or_try_init(py, || support(py)?.call_method0("tensor_class").map(Bound::unbind))?;
-    Ok(class.bind(py))
+const TENSORS: &CStr = source!("tensors.py");
+const LENDING: &CStr = source!("lending.py");
+const SOURCE: &CStr = source!("support.py");
+
+/// The tensors of the binding.
+fn tensors<'py>(py: Python<'py>) -> PyResult<&'py Bound<'py, PyAny>> {
+    let module = TENSOR.get_or_try_init(py, || support(py)?.getattr("tensors_of").map(Bound::unbind))?;
+    Ok(module.bind(py))
 }
 
 impl Entry {
@@ -79,6 +95,12 @@ impl Entry {
         }
         let capabilities = &shared.capabilities;
         let load = || -> PyResult<Self> {
+            let limits = PyDict::new(py);
+            limits.set_item("tensors", capabilities.limits.tensors)?;
+            limits.set_item("scalars", capabilities.limits.scalars)?;
+            limits.set_item("argument_bytes", capabilities.limits.argument_bytes)?;
+            limits.set_item("scope_depth", capabilities.limits.scope_depth)?;
+            limits.set_item("blob", BLOB)?;
             let program = support(py)?.getattr("Program")?.call1((
                 directory,
                 &*capabilities.platform,
@@ -86,6 +108,7 @@ impl Entry {
                 capabilities.chips(),
                 FRAMES,
                 callbacks,
+                limits,
             ))?;
             Ok(Self {
                 takes_domains: program.getattr("takes_domains")?.extract()?,
@@ -93,6 +116,7 @@ impl Entry {
                 used_callbacks: program.getattr("used_callbacks")?.extract()?,
                 subs: program.getattr("subs")?.len()? as u32,
                 chips: program.getattr("chips")?.len()? as u32,
+                sub_workers: program.getattr("sub_workers")?.extract()?,
                 program: program.unbind(),
             })
         };
@@ -103,8 +127,9 @@ impl Entry {
         (self.subs + self.chips) as usize
     }
 
+    /// How many sub-workers the program needs.
     pub(crate) const fn sub_workers(&self) -> u32 {
-        self.subs
+        self.sub_workers
     }
 
     /// Registers the program's callables with the worker that is about to start.
@@ -130,6 +155,7 @@ fn load_error(py: Python<'_>, name: &str, error: &PyErr) -> BackendError {
 
 /// An entry that is being called on this thread.
 struct Active {
+    token: u64,
     /// The borrowed call, its lifetimes erased.
     call: *const ActiveCall<'static>,
 }
@@ -147,6 +173,9 @@ thread_local! {
     static ACTIVE: RefCell<Vec<Active>> = const { RefCell::new(Vec::new()) };
 }
 
+/// Tells calls apart, in all of the process.
+static TOKENS: AtomicU64 = AtomicU64::new(0);
+
 struct Pop;
 
 impl Drop for Pop {
@@ -155,39 +184,45 @@ impl Drop for Pop {
     }
 }
 
-fn with_call<R>(call: &ActiveCall<'_>, run: impl FnOnce() -> R) -> R {
+/// Runs `run` with the gate of a call that lasts as long.
+fn with_call<R>(call: &ActiveCall<'_>, run: impl FnOnce(Gate) -> R) -> R {
+    let token = TOKENS.fetch_add(1, Ordering::Relaxed);
     let call = std::ptr::from_ref(call).cast::<ActiveCall<'static>>();
-    ACTIVE.with_borrow_mut(|active| active.push(Active { call }));
+    ACTIVE.with_borrow_mut(|active| active.push(Active { token, call }));
     let _pop = Pop;
-    run()
+    run(Gate { token })
 }
 
-/// The innermost entry of this thread. `None` where the provider or the gate outlived its call.
-fn active<R>(use_it: impl FnOnce(&ActiveCall<'_>) -> R) -> Option<R> {
-    let call = ACTIVE.with_borrow(|active| active.last().map(|a| a.call))?;
-    // SAFETY: the pointer is that of a shared borrow held by the `with_call` that is still on this thread's stack:
-    // it pushed the entry and pops it before it ends. The callable objects that lead here cannot be called from
-    // another thread to any effect, because the stack of active calls is the thread's own.
-    Some(use_it(unsafe { &*call }))
-}
-
-fn outside() -> PyErr {
-    PyRuntimeError::new_err("called outside the entry that it was given to")
-}
-
-/// `before(is_task)`: called by the orchestrator that the entry sees, before a call that reaches the device.
+/// What an entry reaches its host through. It opens only in the call that it was made for, on the thread of that call.
 #[pyclass(frozen)]
-struct Gate;
+struct Gate {
+    token: u64,
+}
+
+impl Gate {
+    /// The call that this gate belongs to, if this thread is inside it.
+    fn call<R>(&self, use_it: impl FnOnce(&ActiveCall<'_>) -> PyResult<R>) -> PyResult<R> {
+        let call = ACTIVE.with_borrow(|active| active.iter().rev().find(|a| a.token == self.token).map(|a| a.call));
+        let Some(call) = call else {
+            return Err(PyRuntimeError::new_err(
+                "called outside the entry that it was given to, or from a thread that the entry has started",
+            ));
+        };
+        // SAFETY: the pointer is that of a shared borrow held by the `with_call` that is still on this thread's stack:
+        // it pushed the entry and pops it before it ends. Tokens are never used again, and the stack of active calls is
+        // the thread's own, so a gate that outlived its call, or went to another thread, finds nothing.
+        use_it(unsafe { &*call })
+    }
+}
 
 #[pymethods]
 impl Gate {
+    /// To be called before a call that reaches the device.
     fn __call__(&self, py: Python<'_>, is_task: bool) -> PyResult<()> {
-        active(|call| {
-            if !call.opened.get() {
-                detached(py, || call.host.open()).map_err(|BuildFailed| {
-                    call.refused.set(true);
-                    GraphBuildFailed::new_err(())
-                })?;
+        self.call(|call| {
+            // The host takes note of the first task, too.
+            if !call.opened.get() || (is_task && !call.orchestrator.tasks.get()) {
+                detached(py, || call.host.open(is_task)).map_err(|BuildFailed| refused(call))?;
                 call.opened.set(true);
             }
             if is_task {
@@ -195,66 +230,79 @@ impl Gate {
             }
             Ok(())
         })
-        .unwrap_or_else(|| Err(outside()))
     }
-}
 
-/// `provider(name=, workers=, window_size=, buffers=)`: leases a domain from the host.
-#[pyclass(frozen)]
-struct Provider;
+    /// Raises outside the call.
+    fn check(&self) -> PyResult<()> {
+        self.call(|_| Ok(()))
+    }
 
-#[pymethods]
-impl Provider {
-    #[pyo3(signature = (*, name, workers, window_size, buffers = None))]
-    fn __call__<'py>(
+    /// Whether domains are kept between runs.
+    fn retains(&self) -> PyResult<bool> {
+        self.call(|call| Ok(call.host.retains()))
+    }
+
+    /// Leases a domain from the host; the runtime's handle of it.
+    fn domain<'py>(
         &self,
         py: Python<'py>,
         name: &str,
         workers: &Bound<'py, PyAny>,
         window_size: u64,
-        buffers: Option<&Bound<'py, PyAny>>,
+        buffers: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let request = request(workers, window_size, buffers)?;
-        active(|call| {
+        self.call(|call| {
             let mut reply = DomainAllocation::new();
-            detached(py, || call.host.domain(name, &request, &mut reply)).map_err(|BuildFailed| {
-                call.refused.set(true);
-                GraphBuildFailed::new_err(())
-            })?;
-            let handle = reply.id().and_then(|id| {
-                call.orchestrator.shared.domains.lock().table.at(id).map(|domain| domain.handle.clone_ref(py))
-            });
-            let handle = handle
-                .ok_or_else(|| PyRuntimeError::new_err(format!("the lease of domain {name:?} is not live")))?;
-            support(py)?.getattr(intern!(py, "Lease"))?.call1((handle,))
+            detached(py, || call.host.domain(name, &request, &mut reply)).map_err(|BuildFailed| refused(call))?;
+            reply
+                .id()
+                .and_then(|id| {
+                    let domains = call.orchestrator.shared.domains.lock();
+                    domains.table.at(id).map(|domain| domain.handle.bind(py).clone())
+                })
+                .ok_or_else(|| PyRuntimeError::new_err(format!("the lease of domain {name:?} is not live")))
         })
-        .unwrap_or_else(|| Err(outside()))
+    }
+
+    /// Host memory that the tasks of this run can reach, until its end: the runtime's buffer, and its address.
+    fn buffer<'py>(&self, py: Python<'py>, nbytes: u64) -> PyResult<(Bound<'py, PyAny>, u64)> {
+        self.call(|call| {
+            let orchestrator = call.orchestrator;
+            let shared = orchestrator.shared;
+            let made = detached(py, || shared.new_host(nbytes, false));
+            let id = made.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+            shared.runs.uses(orchestrator.run, |uses| uses.temporary.push(id));
+            let host = shared.host.lock();
+            host.at(id)
+                .map(|buffer| (buffer.views.buffer().bind(py).clone(), buffer.mapping.address()))
+                .ok_or_else(|| PyRuntimeError::new_err("a buffer is gone that was made just now"))
+        })
     }
 }
 
+fn refused(call: &ActiveCall<'_>) -> PyErr {
+    call.refused.set(true);
+    GraphBuildFailed::new_err(())
+}
+
 /// The request that an entry makes, as a plain value.
-fn request(
-    workers: &Bound<'_, PyAny>,
-    window_bytes: u64,
-    buffers: Option<&Bound<'_, PyAny>>,
-) -> PyResult<DomainRequest> {
+fn request(workers: &Bound<'_, PyAny>, window_bytes: u64, buffers: &Bound<'_, PyAny>) -> PyResult<DomainRequest> {
     let py = workers.py();
     let mut request = DomainRequest { workers: Vec::new(), window_bytes, buffers: Vec::new() };
     for worker in workers.try_iter()? {
         request.workers.push(ChipId(worker?.extract()?));
     }
-    if let Some(buffers) = buffers {
-        for buffer in buffers.try_iter()? {
-            let buffer = buffer?;
-            let name: String = buffer.getattr(intern!(py, "name"))?.extract()?;
-            let dtype: String = buffer.getattr(intern!(py, "dtype"))?.str()?.extract()?;
-            request.buffers.push(NamedBuffer {
-                name: name.into(),
-                dtype: dtype.into(),
-                count: buffer.getattr(intern!(py, "count"))?.extract()?,
-                nbytes: buffer.getattr(intern!(py, "nbytes"))?.extract()?,
-            });
-        }
+    for buffer in buffers.try_iter()? {
+        let buffer = buffer?;
+        let name: String = buffer.getattr(intern!(py, "name"))?.extract()?;
+        let dtype: String = buffer.getattr(intern!(py, "dtype"))?.str()?.extract()?;
+        request.buffers.push(NamedBuffer {
+            name: name.into(),
+            dtype: dtype.into(),
+            count: buffer.getattr(intern!(py, "count"))?.extract()?,
+            nbytes: buffer.getattr(intern!(py, "nbytes"))?.extract()?,
+        });
     }
     Ok(request)
 }
@@ -278,29 +326,44 @@ pub(crate) fn run(
     entry_call.config.check(Call::RunEntry)?;
     let call = ActiveCall { orchestrator, host, refused: Cell::new(false), opened: Cell::new(false) };
     let outcome = Python::attach(|py| {
-        let tensors = PyDict::new(py);
+        let named = PyDict::new(py);
         let mut buffers = Vec::new();
         for (position, arg) in entry_call.args.iter().enumerate() {
+            let mut part = |tensor: &TensorArg| {
+                if let TensorPlace::Host(id) = tensor.place {
+                    buffers.push(id);
+                }
+                argument(py, shared, position, tensor)
+            };
             let value = match &arg.value {
                 EntryValue::Scalar(scalar) => scalar.into_pyobject(py).map(Bound::into_any).map_err(PyErr::from),
-                EntryValue::Tensor(tensor) => {
-                    if let TensorPlace::Host(id) = tensor.place {
-                        buffers.push(id);
+                EntryValue::Signed(scalar) => scalar.into_pyobject(py).map(Bound::into_any).map_err(PyErr::from),
+                EntryValue::Float(scalar) => scalar.into_pyobject(py).map(Bound::into_any).map_err(PyErr::from),
+                EntryValue::Bool(scalar) => {
+                    scalar.into_pyobject(py).map(|b| b.to_owned().into_any()).map_err(PyErr::from)
+                }
+                EntryValue::Tensor(tensor) => part(tensor)?,
+                EntryValue::Stacked(parts) => {
+                    let list = PyList::empty(py);
+                    for tensor in parts {
+                        part(tensor)?
+                            .and_then(|part| list.append(part))
+                            .map_err(|e| shared.validated(py, Call::RunEntry, &e))?;
                     }
-                    argument(py, shared, position, tensor)?
+                    tensors(py).and_then(|module| module.call_method1(intern!(py, "Stacked"), (list,)))
                 }
             };
             value
-                .and_then(|value| tensors.set_item(&*arg.name, value))
+                .and_then(|value| named.set_item(&*arg.name, value))
                 .map_err(|e| shared.validated(py, Call::RunEntry, &e))?;
         }
         shared.runs.uses(orchestrator.run, |uses| uses.buffers.extend(buffers));
         let config =
             shared.api.call_config(py, entry_call.config).map_err(|e| shared.validated(py, Call::RunEntry, &e))?;
-        let called = with_call(&call, || {
+        let called = with_call(&call, |gate| {
             entry.program.bind(py).call_method1(
                 intern!(py, "run"),
-                (orchestrator.object.bind(py), Gate, config, entry_call.frame, tensors, Provider),
+                (orchestrator.object.bind(py), gate, config, entry_call.frame, named),
             )
         });
         match called {
@@ -330,13 +393,13 @@ fn argument<'py>(
     tensor: &TensorArg,
 ) -> Result<PyResult<Bound<'py, PyAny>>, BackendError> {
     let view = shared.argument_view(py, Call::RunEntry, position, tensor)?;
-    let address = match tensor.place {
-        TensorPlace::Host(id) => shared.host.lock().at(id).map(|buffer| buffer.mapping.address()),
+    let host = match tensor.place {
+        TensorPlace::Host(id) => shared.host.lock().at(id).map(|b| (b.mapping.address(), b.read_only)),
         _ => None,
     };
     let made = || -> PyResult<Bound<'py, PyAny>> {
         let shape = PyList::new(py, tensor.shape.dims())?;
-        tensor_class(py)?.call_method1(
+        tensors(py)?.call_method1(
             intern!(py, "over"),
             (
                 &view.buffer,
@@ -344,7 +407,8 @@ fn argument<'py>(
                 shared.api.data_type(py, tensor.dtype),
                 tensor.byte_offset,
                 tensor.dtype.size(),
-                address,
+                host.map(|(address, _)| address),
+                host.is_some_and(|(_, read_only)| !read_only),
             ),
         )
     };

@@ -25,28 +25,10 @@ impl SimplerBackend {
         let shared = &*self.shared;
         shared.check_caller(call)?;
         shared.require(call, &[Phase::New, Phase::Ready])?;
-        let out_of_memory = |type_name: &str, message: String| {
-            RuntimeFailure::new(call, type_name, message)
-                .with_kind(FailureKind::OutOfSharedMemory { requested_bytes: nbytes })
-        };
-        if nbytes == 0 {
-            return Err(BackendError::misuse(call, "0 bytes asked for; ask for at least 1"));
-        }
-        let Some(len) = usize::try_from(nbytes).ok().filter(|n| isize::try_from(*n).is_ok()) else {
-            return Err(out_of_memory("OverflowError", "more than the address space".to_owned()).into());
-        };
-        let Some(len) = NonZeroUsize::new(len) else {
-            return Err(BackendError::broken(call, "a checked size is zero"));
-        };
-        let errno = |what: &str, e: Errno| {
-            let message = format!("{what}: {e}");
-            match e {
-                Errno::ENOSPC | Errno::ENOMEM | Errno::EFBIG => out_of_memory("OSError", message),
-                _ => RuntimeFailure::new(call, "OSError", message),
-            }
-        };
+        let len = length(nbytes)?;
         if shared.phase() == Phase::New {
-            let mapping = Mapping::anonymous(len).map_err(|e| errno("shared memory cannot be mapped", e))?;
+            let mapping =
+                Mapping::anonymous(len).map_err(|e| errno(nbytes, "shared memory cannot be mapped", e))?;
             let number = self.next_buffer.fetch_add(1, Ordering::Relaxed);
             let object = Python::attach(|py| {
                 shared
@@ -57,37 +39,7 @@ impl SimplerBackend {
             })?;
             return Ok(shared.add_host(object, Arc::new(mapping), nbytes, read_only, None));
         }
-        if !read_only && let Some(stored) = shared.stored_host(nbytes) {
-            return Ok(shared.host.lock().add(stored));
-        }
-        let (object, name) = Python::attach(|py| {
-            let worker = shared.worker(py, call)?;
-            let buffer =
-                shared.api.create_buffer(&worker, nbytes).map_err(|e| result::host_allocation(py, &e, nbytes))?;
-            let name = || -> PyResult<String> {
-                if read_only {
-                    shared.api.make_read_only(&buffer)?;
-                }
-                buffer.getattr(intern!(py, "shm"))?.getattr(intern!(py, "name"))?.extract()
-            };
-            let name = name().map_err(|e| BackendError::from(result::failure(py, call, &e)));
-            Ok::<_, BackendError>((buffer.unbind(), name))
-        })?;
-        let mapping = name.and_then(|name| {
-            Mapping::named(&name, len)
-                .map(|mapping| (Arc::new(mapping), name))
-                .map_err(|e| errno("shared memory cannot be reserved", e).into())
-        });
-        match mapping {
-            Ok((mapping, name)) => Ok(shared.add_host(object, mapping, nbytes, read_only, Some(name))),
-            Err(error) => {
-                shared.defer_release(object);
-                // What released buffers hold may be what is missing next time.
-                shared.empty_store();
-                shared.drain_deferred();
-                Err(error)
-            }
-        }
+        shared.new_host(nbytes, read_only)
     }
 
     pub(super) fn mapping(
@@ -110,7 +62,69 @@ pub(super) fn out_of_bounds(call: Call, id: HostBufferId, offset: u64, len: usiz
     BackendError::misuse(call, format!("{len} bytes from byte {offset} on, and {id} has {nbytes}"))
 }
 
+/// A size as the operating system takes it.
+fn length(nbytes: u64) -> Result<NonZeroUsize, BackendError> {
+    let call = Call::CreateBuffer;
+    if nbytes == 0 {
+        return Err(BackendError::misuse(call, "0 bytes asked for; ask for at least 1"));
+    }
+    let Some(len) = usize::try_from(nbytes).ok().filter(|n| isize::try_from(*n).is_ok()) else {
+        return Err(out_of_memory(nbytes, "OverflowError", "more than the address space".to_owned()).into());
+    };
+    NonZeroUsize::new(len).ok_or_else(|| BackendError::broken(call, "a checked size is zero"))
+}
+
+fn out_of_memory(nbytes: u64, type_name: &str, message: String) -> RuntimeFailure {
+    RuntimeFailure::new(Call::CreateBuffer, type_name, message)
+        .with_kind(FailureKind::OutOfSharedMemory { requested_bytes: nbytes })
+}
+
+fn errno(nbytes: u64, what: &str, e: Errno) -> RuntimeFailure {
+    let message = format!("{what}: {e}");
+    match e {
+        Errno::ENOSPC | Errno::ENOMEM | Errno::EFBIG => out_of_memory(nbytes, "OSError", message),
+        _ => RuntimeFailure::new(Call::CreateBuffer, "OSError", message),
+    }
+}
+
 impl Shared {
+    /// A host buffer of a started worker, with whatever it contains; also inside a build.
+    pub(crate) fn new_host(&self, nbytes: u64, read_only: bool) -> Result<HostBufferId, BackendError> {
+        let call = Call::CreateBuffer;
+        let len = length(nbytes)?;
+        if !read_only && let Some(stored) = self.stored_host(nbytes) {
+            return Ok(self.host.lock().add(stored));
+        }
+        let (object, name) = Python::attach(|py| {
+            let worker = self.worker(py, call)?;
+            let buffer =
+                self.api.create_buffer(&worker, nbytes).map_err(|e| result::host_allocation(py, &e, nbytes))?;
+            let name = || -> PyResult<String> {
+                if read_only {
+                    self.api.make_read_only(&buffer)?;
+                }
+                buffer.getattr(intern!(py, "shm"))?.getattr(intern!(py, "name"))?.extract()
+            };
+            let name = name().map_err(|e| BackendError::from(result::failure(py, call, &e)));
+            Ok::<_, BackendError>((buffer.unbind(), name))
+        })?;
+        let mapping = name.and_then(|name| {
+            Mapping::named(&name, len)
+                .map(|mapping| (Arc::new(mapping), name))
+                .map_err(|e| errno(nbytes, "shared memory cannot be reserved", e).into())
+        });
+        match mapping {
+            Ok((mapping, name)) => Ok(self.add_host(object, mapping, nbytes, read_only, Some(name))),
+            Err(error) => {
+                self.defer_release(object);
+                // What released buffers hold may be what is missing next time.
+                self.empty_store();
+                self.drain_deferred();
+                Err(error)
+            }
+        }
+    }
+
     fn add_host(
         &self,
         object: Py<PyAny>,

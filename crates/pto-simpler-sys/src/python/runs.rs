@@ -17,6 +17,8 @@ pub(crate) struct Uses {
     pub(crate) buffers: Vec<HostBufferId>,
     /// Scratch, which ends with the run.
     pub(crate) scratch: Vec<ScratchId>,
+    /// Host buffers of a host entry's own, which end with the run.
+    pub(crate) temporary: Vec<HostBufferId>,
     /// Objects of a host entry that must live as long as the run.
     pub(crate) keep: Vec<Py<PyAny>>,
 }

@@ -492,7 +492,7 @@ impl Shared {
     // ---- The end of runs ----------------------------------------------------------------------------------------
 
     /// Brings the domain table up to date with the runtime after a run has ended (or its build has failed), and
-    /// drops the run's scratch. Attached.
+    /// drops the run's scratch and buffers. Attached.
     pub(crate) fn settle(&self, py: Python<'_>, uses: &Uses) {
         let handles: Vec<(DomainId, Py<PyAny>)> = {
             let domains = self.domains.lock();
@@ -515,6 +515,14 @@ impl Shared {
             uses.scratch.iter().map(|id: &ScratchId| scratch.take(*id)).collect()
         };
         drop(gone);
+        for id in &uses.temporary {
+            let buffer = self.host.lock().take(*id);
+            if let Some(buffer) = buffer
+                && let Some(refused) = { self.store.lock().put(buffer) }
+            {
+                self.defer_release(refused.views.into_buffer());
+            }
+        }
     }
 
     /// Reports the end of a run, once. Detached, holding nothing.

@@ -1,4 +1,5 @@
-"""The Python half of the binding, compiled into it: starting workers, loading and calling generated programs."""
+"""The Python half of the binding, compiled into it: starting workers, loading and calling generated programs. What a
+program is lent for a call is in `lending.py` and `tensors.py`."""
 
 import ctypes
 import importlib.util
@@ -11,6 +12,9 @@ import sys
 import threading
 import types
 from pathlib import Path
+
+import pto_simpler_lending as lending
+import pto_simpler_tensors as tensors_of
 
 MARKER = "_pypto_distributed_entry"
 PROVIDER = "_domain_provider"
@@ -53,9 +57,33 @@ class Refused(ValueError):
     _pto_refused = True
 
 
+def _package(name, directory):
+    """A package of this program's own, so that its files can import their neighbours and no other program's."""
+    package = types.ModuleType(name)
+    package.__path__ = [str(directory)]
+    sys.modules[name] = package
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        pass  # a runtime that pickles has it; one that does not needs nothing
+    else:
+        # No process that gets one of its functions could import the package by name.
+        cloudpickle.register_pickle_by_value(package)
+
+
+def _forget(prefix):
+    for name in [name for name in sys.modules if name == prefix or name.startswith(prefix + ".")]:
+        module = sys.modules.pop(name)
+        cloudpickle = sys.modules.get("cloudpickle")
+        if cloudpickle is not None and name in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.unregister_pickle_by_value(module)
+
+
 def _load(path, name):
-    """Runs a generated file as a module of its own and has its functions pickled by value: no process that gets one
-    could import the module by name."""
+    """Runs a generated file as a module of its own."""
+    known = sys.modules.get(name)
+    if known is not None:  # a neighbour has imported it
+        return known
     spec = importlib.util.spec_from_file_location(name, str(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -67,26 +95,19 @@ def _load(path, name):
     except BaseException:
         sys.modules.pop(name, None)
         raise
-    try:
-        import cloudpickle
-    except ModuleNotFoundError:
-        pass  # a runtime that pickles has it; one that does not needs nothing
-    else:
-        cloudpickle.register_pickle_by_value(module)
     return module
 
 
-def _takes(function, name):
+def _parameters(function):
     try:
-        parameters = inspect.signature(function).parameters
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return False
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        return {}
 
 
 def _required(manifest):
     try:
-        names = json.loads(manifest.read_text())
+        names = json.loads(manifest.read_text(encoding="utf-8"))
     except ValueError as e:
         raise Refused(f"{manifest} is not JSON: {e}; regenerate the program") from e
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -94,31 +115,53 @@ def _required(manifest):
     return set(names)
 
 
+def _check_callback(name, function):
+    if not callable(function):
+        raise Refused(f"the callback for sub-worker {name!r} is not callable: {function!r}")
+    try:
+        inspect.signature(function).bind(object())
+    except TypeError as e:
+        raise Refused(f"the callback for sub-worker {name!r} must take exactly one argument: {e}") from e
+    except ValueError:
+        pass  # a built-in without a signature
+
+
 def _subs(directory, prefix, callbacks):
     """The functions of `sub_workers/*.py` by file stem, with the caller's own in place of those it binds."""
     folder = directory / "sub_workers"
-    subs = {}
-    for path in sorted(folder.glob("*.py")) if folder.is_dir() else ():
-        function = getattr(_load(path, f"{prefix}.sub_{path.stem}"), path.stem, None)
-        if function is not None:
-            subs[path.stem] = function
     manifest = folder / "__required__.json"
     required = _required(manifest) if manifest.exists() else set()
     missing = sorted(required - set(callbacks))
     if missing:
         raise Refused(f"sub-workers {missing} of {directory} have no body; give each a callback of that name")
-    used = {name: function for name, function in callbacks.items() if name in subs}
-    for name, function in used.items():
+    subs = {}
+    for path in sorted(folder.glob("*.py")) if folder.is_dir() else ():
+        function = vars(_load(path, f"{prefix}.sub_workers.{path.stem}")).get(path.stem)
+        if function is None:
+            continue
         if not callable(function):
-            raise Refused(f"the callback for sub-worker {name!r} is not callable: {function!r}")
-        try:
-            inspect.signature(function).bind(object())
-        except TypeError as e:
-            raise Refused(f"the callback for sub-worker {name!r} must take exactly one argument: {e}") from e
-        except ValueError:
-            pass  # a built-in without a signature
+            raise Refused(f"{path} must define a function {path.stem!r}, and defines {function!r}; regenerate it")
+        subs[path.stem] = function
+    # What the manifest asks for is part of the program also where it has no file.
+    used = {name: function for name, function in callbacks.items() if name in subs or name in required}
+    for name, function in used.items():
+        _check_callback(name, function)
     subs.update(used)
     return subs, sorted(used)
+
+
+def _wanted_sub_workers(directory):
+    """How many sub-workers the program was compiled for, where it says so."""
+    path = directory / "distributed_meta.json"
+    if not path.exists():
+        return 0
+    try:
+        wanted = json.loads(path.read_text(encoding="utf-8")).get("distributed_config", {}).get("num_sub_workers", 0)
+    except (ValueError, AttributeError) as e:
+        raise Refused(f"{path} is not what a compilation writes: {e}; regenerate the program") from e
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
+        raise Refused(f"{path} asks for {wanted!r} sub-workers; regenerate the program")
+    return wanted
 
 
 def _assemble(folder, prefix, platform):
@@ -126,7 +169,7 @@ def _assemble(folder, prefix, platform):
     from simpler.task_interface import ChipCallable, CoreCallable
     from simpler_setup.kernel_compiler import KernelCompiler
 
-    config = _load(folder / "kernel_config.py", f"{prefix}.chip_{folder.name}")
+    config = _load(folder / "kernel_config.py", f"{prefix}.next_levels.{folder.name}.kernel_config")
     for name in ("KERNELS", "ORCHESTRATION"):
         if not hasattr(config, name):
             raise Refused(f"{folder / 'kernel_config.py'} defines no {name}; regenerate the program")
@@ -183,234 +226,127 @@ def _chips(directory, prefix, platform, runtime):
     return chips, sdma
 
 
+def _entry(path, module):
+    marked = [
+        f
+        for f in vars(module).values()
+        if isinstance(f, types.FunctionType) and f.__module__ == module.__name__ and getattr(f, MARKER, False)
+    ]
+    names = sorted({f.__name__ for f in marked})
+    if len(set(map(id, marked))) != 1:
+        raise Refused(
+            f"{path} must have exactly one function marked `{MARKER}` and has {len(names)}: {names}; regenerate it"
+        )
+    entry = marked[0]
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(kind(entry) for kind in kinds):
+        raise Refused(f"{entry.__name__!r} in {path} would not run when it is called; make it a plain function")
+    named = {PROVIDER: None} if PROVIDER in _parameters(entry) else {}
+    try:
+        inspect.signature(entry, follow_wrapped=False).bind(
+            None, None, None, tensors={}, callables={}, sub_ids={}, _keep=[], world_size=1, **named
+        )
+    except TypeError as e:
+        raise Refused(f"{entry.__name__!r} in {path} cannot be called as an entry: {e}; regenerate it") from e
+    return entry, bool(named)
+
+
+def _needed(name, chip):
+    """The name of a chip program and the least number of tensors that it reads."""
+    count = getattr(chip, "sig_count", 0)
+    from simpler.task_interface import ArgDirection
+
+    scalar = getattr(ArgDirection, "SCALAR", None)
+    return name, sum(chip.sig(i) != scalar for i in range(count if isinstance(count, int) else 0))
+
+
 class Program:
     """A loaded program."""
 
-    def __init__(self, directory, platform, runtime, chips, frames, callbacks):
-        directory = Path(directory)
+    def __init__(self, directory, platform, runtime, chips, frames, callbacks, limits):
+        # What the files of the program refer to must not depend on the directory that the process is in later.
+        directory = Path(directory).absolute()
         prefix = f"_pto_generated_{next(_numbers)}"
+        try:
+            self._load(directory, prefix, platform, runtime, chips, frames, callbacks)
+        except BaseException:
+            _forget(prefix)
+            raise
+        self.world_size = chips
+        self.limits = limits
+        self.callables = {}
+        self.sub_ids = {}
+        self.chip_names = {}
+        self.needed = {}
+
+    def _load(self, directory, prefix, platform, runtime, chips, frames, callbacks):
         path = directory / "orchestration" / "host_orch.py"
         if not path.exists():
             raise Refused(f"no generated orchestration at {path}")
-        module = _load(path, f"{prefix}.host_orch")
-        marked = [
-            f
-            for f in vars(module).values()
-            if isinstance(f, types.FunctionType) and f.__module__ == module.__name__ and getattr(f, MARKER, False)
-        ]
-        names = sorted({f.__name__ for f in marked})
-        if len(set(map(id, marked))) != 1:
-            raise Refused(
-                f"{path} must have exactly one function marked `{MARKER}` and has {len(names)}: {names}; regenerate it"
-            )
-        self.entry = marked[0]
-        self.takes_domains = _takes(self.entry, PROVIDER)
-        self.world_size = chips
+        _package(prefix, directory)
+        for folder in ("orchestration", "sub_workers", "next_levels"):
+            _package(f"{prefix}.{folder}", directory / folder)
+        module = _load(path, f"{prefix}.orchestration.host_orch")
+        self.entry, self.takes_domains = _entry(path, module)
         self.subs, self.used_callbacks = _subs(directory, prefix, callbacks)
+        self.sub_workers = max(len(self.subs), _wanted_sub_workers(directory))
         self.chips, self.sdma = _chips(directory, prefix, platform, runtime)
         allocate = getattr(module, "_alloc_intermediates", None)
+        owned = tensors_of.Owned()
         self.frames = []
         for _ in range(frames):
             tensors = {}
             if allocate is not None:
-                if _takes(allocate, "world_size"):
+                parameters = _parameters(allocate)
+                if "world_size" in parameters or any(
+                    p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+                ):
                     allocate(tensors, world_size=chips)
                 else:
                     allocate(tensors)
-            self.frames.append(tensors)
-        self.callables = {}
-        self.sub_ids = {}
-        self.chip_names = {}
+            self.frames.append({name: owned.adopted(value) for name, value in tensors.items()})
 
     def register(self, worker):
         self.sub_ids = {name: worker.register(function) for name, function in self.subs.items()}
         self.callables = {name: worker.register(chip) for name, chip in self.chips.items()}
         self.chip_names = {id(handle): name for name, handle in self.callables.items()}
+        self.needed = {id(handle): _needed(name, self.chips[name]) for name, handle in self.callables.items()}
 
-    def run(self, orchestrator, before, config, frame, tensors, provider):
+    def run(self, orchestrator, gate, config, frame, args):
         """Calls the entry; returns what must stay alive until the run has ended."""
-        proxy = Orchestrator(orchestrator, before)
+        proxy = lending.orchestrator_class(type(orchestrator))(orchestrator, gate, self, self.limits)
         # What the generator's helpers read off the orchestrator, fresh for each call.
         proxy._pypto_chip_count = self.world_size
         proxy._pypto_commless_seq = 0
         proxy._dfx_dispatch_idx = {}
-        proxy._dfx_chip_names = self.chip_names
+        proxy._dfx_chip_names = dict(self.chip_names)
         keep = []
-        named = {PROVIDER: provider} if self.takes_domains else {}
-        tensors = {**self.frames[frame], **tensors}
-        self.entry(
-            proxy,
-            None,
-            config,
-            tensors=tensors,
-            callables=self.callables,
-            sub_ids=self.sub_ids,
-            _keep=keep,
-            world_size=self.world_size,
-            **named,
-        )
+        named = {PROVIDER: lending.Provider(gate)} if self.takes_domains else {}
+        tensors = lending.Tensors({**self.frames[frame], **args})
+        allocator = lending.Allocator(gate)
+        tensors_of.allocators.stack.append(allocator)
+        try:
+            self.entry(
+                proxy,
+                None,
+                config,
+                tensors=tensors,
+                callables=dict(self.callables),
+                sub_ids=dict(self.sub_ids),
+                _keep=keep,
+                world_size=self.world_size,
+                **named,
+            )
+        finally:
+            tensors_of.allocators.stack.pop()
+            for value in args.values():
+                for tensor in getattr(value, "parts", (value,)):
+                    if isinstance(tensor, (tensors_of.ArgumentTensor, tensors_of.View)):
+                        tensor._home.gone = True
+            for home in allocator.homes:
+                home.gone = True
+            proxy._pto_finish()
+        if proxy._pto_failure is not None:
+            raise proxy._pto_failure
         # The entry may have put tensors of its own among the arguments.
         return keep, tensors
-
-
-def _gated(name, is_task):
-    def call(self, *args, **kwargs):
-        self._before(is_task)
-        return getattr(self._orchestrator, name)(*args, **kwargs)
-
-    call.__name__ = name
-    return call
-
-
-class Orchestrator:
-    """The runtime's orchestrator as an entry sees it: the same calls, each announced before it reaches the device."""
-
-    def __init__(self, orchestrator, before):
-        self._orchestrator = orchestrator
-        self._before = before
-
-    def __getattr__(self, name):
-        # Only for what is not found here.
-        return getattr(self._orchestrator, name)
-
-    submit_next_level = _gated("submit_next_level", True)
-    submit_next_level_group = _gated("submit_next_level_group", True)
-    submit_sub = _gated("submit_sub", True)
-    submit_sub_group = _gated("submit_sub_group", True)
-    allocate_domain = _gated("allocate_domain", False)
-    copy_to = _gated("copy_to", False)
-    copy_from = _gated("copy_from", False)
-    alloc = _gated("alloc", False)
-    alloc_child_tensor = _gated("alloc_child_tensor", False)
-    free = _gated("free", False)
-
-
-class Lease:
-    """A domain lent to an entry: leaving the `with` block releases nothing."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle):
-        self._handle = handle
-
-    def __enter__(self):
-        return self._handle
-
-    def __exit__(self, *_):
-        return False
-
-    def __getitem__(self, worker):
-        return self._handle[worker]
-
-    def release(self):
-        """Nothing: the lease ends with the dispatch."""
-
-
-def tensor_class():
-    """The runtime's tensor, with the slicing and the `shape` that generated code asks of an argument."""
-    from simpler.task_interface import Tensor
-
-    class ArgumentTensor(Tensor):
-        @classmethod
-        def over(cls, buffer, shape, dtype, byte_offset, element, address):
-            strides = [1] * len(shape)
-            for i in range(len(shape) - 2, -1, -1):
-                strides[i] = strides[i + 1] * shape[i + 1]
-            descriptor = buffer.to_descriptor()
-            return cls._made(descriptor, byte_offset, tuple(shape), tuple(strides), int(dtype.value), element, address)
-
-        @classmethod
-        def _made(cls, descriptor, byte_offset, shape, strides, dtype, element, address):
-            made = cls(buffer=descriptor, byte_offset=byte_offset, shapes=shape, strides=strides, dtype=dtype)
-            made._element = element
-            made._address = address
-            return made
-
-        @property
-        def shape(self):
-            return tuple(self.shapes)
-
-        def size(self, dimension=None):
-            return self.shape if dimension is None else self.shape[dimension]
-
-        def dim(self):
-            return len(self.shape)
-
-        def numel(self):
-            count = 1
-            for n in self.shape:
-                count *= n
-            return count
-
-        def __len__(self):
-            return self.shape[0]
-
-        def __getitem__(self, index):
-            index = index if isinstance(index, tuple) else (index,)
-            if Ellipsis in index:
-                at = index.index(Ellipsis)
-                index = index[:at] + (slice(None),) * (self.dim() - len(index) + 1) + index[at + 1 :]
-            if len(index) > self.dim():
-                raise IndexError(f"{len(index)} indices for a tensor of {self.dim()} dimensions")
-            index += (slice(None),) * (self.dim() - len(index))
-            offset, shape, strides = 0, [], []
-            for i, n, stride in zip(index, self.shape, self.strides):
-                if isinstance(i, slice):
-                    start, stop, step = i.indices(n)
-                    if step <= 0:
-                        raise ValueError("a slice of an argument must run forwards")
-                    offset += start * stride
-                    shape.append(max(0, -(-(stop - start) // step)))
-                    strides.append(stride * step)
-                else:
-                    i = i.__index__()
-                    if not -n <= i < n:
-                        raise IndexError(f"index {i} is out of range for {n} elements")
-                    offset += (i % n) * stride
-            if not shape:  # the runtime has no tensors without dimensions
-                shape, strides = [1], [1]
-            return self._made(
-                self.buffer,
-                self.byte_offset + offset * self._element,
-                tuple(shape),
-                tuple(strides),
-                self.dtype,
-                self._element,
-                self._address,
-            )
-
-        def data_ptr(self):
-            """Address of the first element in this process; refused for device memory."""
-            if not self._address:
-                raise TypeError("a tensor in device memory has no address on the host; copy it first")
-            return self._address + self.byte_offset
-
-        def _runs(self):
-            """Addresses and lengths in bytes of what is contiguous, in the order of elements."""
-            shape, strides, run = list(self.shape), list(self.strides), self._element
-            while shape and (shape[-1] == 1 or strides[-1] * self._element == run):
-                strides.pop()
-                run *= shape.pop()
-            first = self.data_ptr()
-            for index in itertools.product(*map(range, shape)):
-                yield first + sum(i * stride for i, stride in zip(index, strides)) * self._element, run
-
-        def __setitem__(self, index, value):
-            """Copies elements, now, on the host: what generated code does before it submits tasks."""
-            to = self[index]
-            if isinstance(value, ArgumentTensor):
-                elements, alike, parts = value.numel(), value.dtype == to.dtype, value._runs()
-            elif hasattr(value, "data_ptr") and getattr(value, "is_contiguous", lambda: True)():
-                elements = value.nbytes // to._element
-                alike, parts = value.nbytes % to._element == 0, [(value.data_ptr(), value.nbytes)]
-            else:
-                raise TypeError(f"a tensor is assigned from a contiguous tensor in host memory, not from {value!r}")
-            if not alike or elements != to.numel():
-                raise ValueError(f"{elements} elements cannot be assigned to {to.numel()}, or their types differ")
-            source = b"".join(ctypes.string_at(address, nbytes) for address, nbytes in parts)
-            at = 0
-            for address, nbytes in to._runs():
-                ctypes.memmove(address, source[at : at + nbytes], nbytes)
-                at += nbytes
-
-    return ArgumentTensor

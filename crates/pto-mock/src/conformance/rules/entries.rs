@@ -32,9 +32,13 @@ impl<'a> Host<'a> {
 }
 
 impl EntryHost for Host<'_> {
-    fn open(&self) -> Result<(), BuildFailed> {
+    fn open(&self, _task: bool) -> Result<(), BuildFailed> {
         self.opened.set(true);
         Ok(())
+    }
+
+    fn retains(&self) -> bool {
+        false
     }
 
     fn domain(&self, name: &str, request: &DomainRequest, reply: &mut DomainAllocation) -> Result<(), BuildFailed> {

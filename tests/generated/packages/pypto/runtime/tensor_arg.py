@@ -10,7 +10,8 @@ def make_tensor_arg(worker, arg):
     assert worker is not None
     if isinstance(arg, Tensor):
         return arg
-    assert isinstance(arg, torch.Tensor), type(arg)
+    if not isinstance(arg, torch.Tensor):
+        raise ValueError(f"unsupported tensor dtype: {arg.dtype}")
     address = arg.data_ptr()
     if address not in _buffers:
         _buffers[address] = wrap_fork_inherited(
