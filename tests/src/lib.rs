@@ -10,6 +10,7 @@
 //! * [`shm`]: a private shared-memory directory, and the check that it is empty and unmapped.
 //! * [`fuzz`]: the bodies of the fuzz targets, which a test replays on the committed inputs.
 //! * `simpler` (feature `simpler`): the Simpler binding as a backend under test.
+//! * `generated` (feature `simpler`): generated programs as host entries of it.
 //!
 //! The suites themselves are in `tests/`, one file per area; each test carries the id of its scenario. They panic and
 //! unwrap as tests do.
@@ -26,6 +27,8 @@ pub mod backend;
 pub mod everywhere;
 pub mod fuzz;
 pub mod gate;
+#[cfg(feature = "simpler")]
+pub mod generated;
 pub mod parked;
 pub mod rig;
 pub mod scenario;
