@@ -290,7 +290,6 @@ class Program:
         self.entry, self.takes_domains = _entry(path, module)
         self.subs, self.used_callbacks = _subs(directory, prefix, callbacks)
         self.sub_workers = max(len(self.subs), _wanted_sub_workers(directory))
-        self.chips, self.sdma = _chips(directory, prefix, platform, runtime)
         allocate = getattr(module, "_alloc_intermediates", None)
         owned = tensors_of.Owned()
         self.frames = []
@@ -305,6 +304,8 @@ class Program:
                 else:
                     allocate(tensors)
             self.frames.append({name: owned.adopted(value) for name, value in tensors.items()})
+        # Last, since it may take long.
+        self.chips, self.sdma = _chips(directory, prefix, platform, runtime)
 
     def register(self, worker):
         self.sub_ids = {name: worker.register(function) for name, function in self.subs.items()}
