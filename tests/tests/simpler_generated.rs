@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use pto_dispatch::{
-    Args, Build, EntryInput, Options, Parameter, PreparedWorker, Program, ProgramResult, ProgramSpec,
+    Args, Build, EntryInput, HostBuffer, Options, Parameter, PreparedWorker, Program, ProgramResult, ProgramSpec,
 };
 use pto_mock::conformance::TestPath;
 use pto_simpler_sys::{
@@ -71,40 +71,115 @@ alone!(scalars_slices_assembly_and_tensors_of_the_entrys_own_reach_the_chips, ||
     bench.backend.close().unwrap();
 });
 
-/// `mixed`, as a program of a prepared worker.
-struct Mixed(ProgramSpec);
+/// What a scalar of a program means.
+#[derive(Clone, Copy)]
+enum Kind {
+    Unsigned,
+    Signed,
+    Float,
+    Bool,
+}
 
-impl Mixed {
-    fn new() -> Self {
-        let mut spec = ProgramSpec::new("mixed").callable(CallableSpec {
-            name: "mixed".into(),
+/// A generated program of a prepared worker: rows of numbers and marks by name, then scalars.
+struct Generated {
+    spec: ProgramSpec,
+    rows: &'static [&'static str],
+    scalars: &'static [(&'static str, Kind)],
+}
+
+impl Generated {
+    fn new(
+        directory: &Path,
+        rows: &'static [&'static str],
+        scalars: &'static [(&'static str, Kind)],
+    ) -> Arc<dyn Program> {
+        let mut spec = ProgramSpec::new("generated").callable(CallableSpec {
+            name: "generated".into(),
             kind: CallableKind::Entry,
             signature: None,
-            source: CallableSource::Directory(generated().join("mixed")),
+            source: CallableSource::Directory(directory.to_owned()),
         });
-        for (name, nbytes) in [("x", 512), ("y", 512), ("z", 512), ("marks", 16)] {
-            spec = spec.parameter(Parameter::host(name, nbytes));
+        for name in rows {
+            spec = spec.parameter(Parameter::host(*name, 512));
         }
-        Self(spec.parameter(Parameter::scalar("offset")).parameter(Parameter::scalar("scale")))
+        spec = spec.parameter(Parameter::host("marks", 16));
+        for (name, _) in scalars {
+            spec = spec.parameter(Parameter::scalar(*name));
+        }
+        Arc::new(Self { spec, rows, scalars })
+    }
+
+    fn mixed() -> Arc<dyn Program> {
+        let scalars = &[("offset", Kind::Signed), ("scale", Kind::Float), ("marked", Kind::Bool)];
+        Self::new(&generated().join("mixed"), &["x", "y", "z"], scalars)
+    }
+
+    fn reduce(directory: &Path) -> Arc<dyn Program> {
+        Self::new(directory, &["x", "y"], &[("step", Kind::Unsigned)])
     }
 }
 
-impl Program for Mixed {
+impl Program for Generated {
     fn spec(&self) -> &ProgramSpec {
-        &self.0
+        &self.spec
     }
 
     fn build<'b>(&self, build: &Build<'b>, args: &Args) -> ProgramResult {
-        let shapes: [(&str, &[u32]); 4] = [("x", &[2, 64]), ("y", &[2, 64]), ("z", &[2, 64]), ("marks", &[4])];
         let mut inputs = Vec::new();
-        for (index, (name, shape)) in shapes.into_iter().enumerate() {
-            let tensor = build.tensor(args.host_at(index)?, shape, DataType::Int32, Access::InOut)?;
-            inputs.push((Arc::from(name), EntryInput::Tensor(tensor)));
+        for (index, name) in self.rows.iter().enumerate() {
+            let tensor = build.tensor(args.host_at(index)?, &[2, 64], DataType::Int32, Access::InOut)?;
+            inputs.push((Arc::from(*name), EntryInput::Tensor(tensor)));
         }
-        inputs.push((Arc::from("offset"), EntryInput::Signed(args.signed_at(4)?)));
-        inputs.push((Arc::from("scale"), EntryInput::Float(args.float_at(5)?)));
-        inputs.push((Arc::from("marked"), EntryInput::Bool(true)));
+        let marks = build.tensor(args.host_at(self.rows.len())?, &[4], DataType::Int32, Access::InOut)?;
+        inputs.push((Arc::from("marks"), EntryInput::Tensor(marks)));
+        for (index, (name, kind)) in (self.rows.len() + 1..).zip(self.scalars) {
+            let input = match kind {
+                Kind::Unsigned => EntryInput::Scalar(args.scalar_at(index)?),
+                Kind::Signed => EntryInput::Signed(args.signed_at(index)?),
+                Kind::Float => EntryInput::Float(args.float_at(index)?),
+                Kind::Bool => EntryInput::Bool(args.scalar_at(index)? != 0),
+            };
+            inputs.push((Arc::from(*name), input));
+        }
         Ok(build.run_entry(0, &inputs)?)
+    }
+}
+
+/// Host memory of a prepared worker for these programs.
+struct Rows {
+    x: HostBuffer,
+    y: HostBuffer,
+    z: HostBuffer,
+    marks: HostBuffer,
+}
+
+impl Rows {
+    fn new(worker: &PreparedWorker) -> Self {
+        let [x, y, z, marks] = [512, 512, 512, 16].map(|n| worker.create_buffer(n).unwrap());
+        Self { x, y, z, marks }
+    }
+
+    fn write_x(&self, step: i32) {
+        let rows: Vec<u8> = (0..128).flat_map(|i: i32| (i * 3 + step * 1000).to_le_bytes()).collect();
+        self.x.write(0, &rows).unwrap();
+    }
+
+    fn mixed(&self) -> Args {
+        Args::new().host(&self.x).host(&self.y).host(&self.z).host(&self.marks).signed(-5).float(0.5).scalar(1)
+    }
+
+    fn reduce(&self, step: u64) -> Args {
+        Args::new().host(&self.x).host(&self.y).host(&self.marks).scalar(step)
+    }
+
+    fn words(buffer: &HostBuffer, n: usize) -> Vec<i32> {
+        let mut bytes = vec![0; n * 4];
+        buffer.read(0, &mut bytes).unwrap();
+        bytes.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().unwrap())).collect()
+    }
+
+    fn check_mixed(&self, step: i32) {
+        check_mixed(step, &Self::words(&self.y, 128), &Self::words(&self.z, 128), &Self::words(&self.marks, 4));
     }
 }
 
@@ -116,23 +191,59 @@ alone!(a_prepared_worker_retains_and_resets_both_domains_of_a_generated_program,
         println!("skipped: no retention");
         return backend.close().unwrap();
     }
-    let program: Arc<dyn Program> = Arc::new(Mixed::new());
-    let worker = PreparedWorker::prepare(&[program], &Options::persistent(), backend).unwrap();
-    let [x, y, z, marks] = [512, 512, 512, 16].map(|n| worker.create_buffer(n).unwrap());
-    let words = |buffer: &pto_dispatch::HostBuffer, n: usize| -> Vec<i32> {
-        let mut bytes = vec![0; n * 4];
-        buffer.read(0, &mut bytes).unwrap();
-        bytes.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().unwrap())).collect()
-    };
+    let worker = PreparedWorker::prepare(&[Generated::mixed()], &Options::persistent(), backend).unwrap();
+    let rows = Rows::new(&worker);
     for step in 1..=3 {
-        let rows: Vec<u8> = (0..128).flat_map(|i: i32| (i * 3 + step * 1000).to_le_bytes()).collect();
-        x.write(0, &rows).unwrap();
-        let args = Args::new().host(&x).host(&y).host(&z).host(&marks).signed(-5).float(0.5);
-        worker.call(&args).unwrap();
-        check_mixed(step, &words(&y, 128), &words(&z, 128), &words(&marks, 4));
+        rows.write_x(step);
+        worker.call(&rows.mixed()).unwrap();
+        rows.check_mixed(step);
     }
     let stats = worker.stats(worker.only().unwrap()).unwrap();
     assert_eq!((stats.allocations, stats.reuses), (2, 4), "{stats:?}");
+    worker.close().unwrap();
+});
+
+alone!(what_fails_before_the_opening_leaves_a_persistent_worker_as_it_was, || {
+    let program = with_cases(&[
+        ("before", "tensors[\"nothing\"]"),
+        (
+            "with its lease",
+            "with _domain_provider(name=\"comm_d0\", workers=[*range(world_size)], window_size=288, \
+             buffers=[CommBufferSpec(name=\"payload\", dtype=\"opaque\", count=256, nbytes=256), \
+             CommBufferSpec(name=\"signal\", dtype=\"opaque\", count=8, nbytes=32)]):\n    raise ValueError(\"leased\")",
+        ),
+        ("another request", "_domain_provider(name=\"comm_d0\", workers=[0], window_size=64)"),
+        ("after", "orch.submit_sub(sub_ids[\"report\"], _marks(orch, tensors))\nraise ValueError(\"too late\")"),
+    ]);
+    add_marks(program.path());
+    let backend = backend(options());
+    if matches!(backend.capabilities().retention, Retention::Unsupported { .. }) {
+        println!("skipped: no retention");
+        return backend.close().unwrap();
+    }
+    // Both name their first domain `comm_d0`, and both have a sub-worker `tally`.
+    let programs = [Generated::reduce(program.path()), Generated::mixed()];
+    let worker = PreparedWorker::prepare(&programs, &Options::persistent(), backend).unwrap();
+    let [reduce, mixed] = [0, 1].map(|index| worker.id_of(&programs[index]).unwrap());
+    let rows = Rows::new(&worker);
+    let both = |step: i32| {
+        rows.write_x(step);
+        worker.run(reduce, &rows.reduce(step as u64)).unwrap();
+        let sums: Vec<i32> = (0..64).map(|i| 2 * (i * 3 + step * 1000) + 192).collect();
+        assert_eq!(Rows::words(&rows.y, 64), sums);
+        worker.run(mixed, &rows.mixed()).unwrap();
+        rows.check_mixed(step);
+    };
+    both(1);
+    for (case, says) in [(100, "nothing"), (101, "leased"), (102, "comm_d0")] {
+        let error = worker.run(reduce, &rows.reduce(case)).unwrap_err();
+        assert!(error.to_string().contains(says) && !error.must_reprepare(), "{error:?}");
+        both(case as i32 - 90);
+    }
+    let error = worker.run(reduce, &rows.reduce(103)).unwrap_err();
+    assert!(error.to_string().contains("too late"), "{error:?}");
+    let poisoned = worker.run(mixed, &rows.mixed()).unwrap_err();
+    assert!(poisoned.must_reprepare() && format!("{poisoned:?}").contains("too late"), "{poisoned:?}");
     worker.close().unwrap();
 });
 
@@ -158,6 +269,15 @@ fn with_cases(cases: &[(&str, &str)]) -> tempfile::TempDir {
         assert!(text.contains(STEP));
         text.replacen(STEP, &choose, 1)
     })
+}
+
+/// Adds a function `_marks(orch, tensors)` that makes the arguments of a task over the marks.
+fn add_marks(program: &Path) {
+    let path = program.join("orchestration").join("host_orch.py");
+    let marks = "def _marks(orch, tensors):\n    ta = TaskArgs()\n    \
+                 ta.add_tensor(make_tensor_arg(orch._worker, tensors[\"marks\"]), TensorArgType.INOUT)\n    return \
+                 ta\n";
+    fs::write(&path, format!("{}\n\n{marks}", fs::read_to_string(&path).unwrap())).unwrap();
 }
 
 /// Runs the program with step `100 + case`, then as it is, which must be right.
@@ -204,6 +324,12 @@ alone!(a_failed_call_of_an_entry_leaves_the_worker_as_it_was, || {
              threading.Thread(target=call)\nthread.start()\nthread.join()\nraise raised[0]",
         ),
         ("allocate_global_domain", "orch.allocate_global_domain(name=\"d\", members=[(0, 0)], window_size=64)"),
+        (
+            "given to, or from a thread",
+            "import threading\nraised = []\ndef call():\n    try:\n        \
+             orch._worker.create_buffer(64)\n    except RuntimeError as e:\n        raised.append(e)\nthread = \
+             threading.Thread(target=call)\nthread.start()\nthread.join()\nraise raised[0]",
+        ),
         ("run was called inside a graph", "orch._worker.run(lambda *_: None)"),
         ("release_buffer was called inside", "orch._worker.release_buffer(None)"),
         ("scope_end without", "orch.scope_end()"),
@@ -285,11 +411,7 @@ alone!(a_lost_call_fails_the_entry_that_swallows_it, || {
          workers=[0], window_size=64)\nexcept RuntimeError:\n    pass\nreturn True",
     )];
     let program = with_cases(&cases);
-    let path = program.path().join("orchestration").join("host_orch.py");
-    let marks = "def _marks(orch, tensors):\n    ta = TaskArgs()\n    \
-                 ta.add_tensor(make_tensor_arg(orch._worker, tensors[\"marks\"]), TensorArgType.INOUT)\n    return \
-                 ta\n";
-    fs::write(&path, format!("{}\n\n{marks}", fs::read_to_string(&path).unwrap())).unwrap();
+    add_marks(program.path());
     let bench = Bench::new(program.path());
     let mut run = 0;
     let called = case(&bench, &mut run, 0, Mode::OfTheRun);
@@ -422,6 +544,12 @@ alone!(programs_that_cannot_be_entries_are_refused_with_what_is_wrong, || {
             Family::Misuse,
             "-1 sub-workers",
         ),
+        (
+            "distributed_meta.json",
+            Some("{\"distributed_config\": {\"aicpu_thread_num\": 1}}"),
+            Family::Misuse,
+            "1 scheduler threads",
+        ),
         ("next_levels/fill/kernel_config.py", Some("KERNELS = ["), Family::Backend, "kernel_config.py"),
     ] {
         let copy = broken(file, text);
@@ -447,6 +575,7 @@ alone!(odd_but_right_directories_run, || {
         let text = text.replace("def host_orch(", "def logged(f):\n    import functools\n\n    @functools.wraps(f)\n    \
             def call(*args, **kwargs):\n        return f(*args, **kwargs)\n\n    return call\n\n\n@logged\ndef host_orch(");
         let text = text.replace("tensors[\"scratch\"])", "tensors[SCRATCH])");
+        let text = text.replacen(STEP, &format!("{STEP}    assert config.aicpu_thread_num == 3\n"), 1);
         format!("from .names import SCRATCH, other\n{text}")
     });
     fs::write(
@@ -461,8 +590,11 @@ alone!(odd_but_right_directories_run, || {
     fs::write(subs.join("zebra.py"), "def added(numbers):\n    return sum(numbers)\n").unwrap();
     fs::write(subs.join("__init__.py"), "").unwrap();
     fs::remove_file(subs.join("report.py")).unwrap();
-    fs::write(copy.path().join("distributed_meta.json"), "{\"distributed_config\": {\"num_sub_workers\": 3}}")
-        .unwrap();
+    fs::write(
+        copy.path().join("distributed_meta.json"),
+        "{\"distributed_config\": {\"num_sub_workers\": 3, \"aicpu_thread_num\": 3}}",
+    )
+    .unwrap();
     let home = tempfile::tempdir().unwrap();
     let odd = home.path().join("größe und 名前");
     pto_tests::generated::copy_directory(copy.path(), &odd);

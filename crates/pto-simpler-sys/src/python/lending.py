@@ -17,7 +17,8 @@ _GLOBAL = (
     "copy_from_global_domain",
 )
 _LOCKED = ("submit", "run", "init", "close", "release_buffer")
-_CONTROL_OF_WORKER = ("copy_to", "copy_from", "alloc_child_tensor", "free", "committed_device_memory")
+# What reaches no child process.
+_LOCAL = ("create_buffer", "make_tensor_arg")
 
 
 class Lease:
@@ -79,7 +80,7 @@ class Worker:
         if name in _LOCKED:
             raise RuntimeError(f"{name} was called inside a graph, for whose end it would wait; return first")
         value = getattr(self._worker, name)
-        if name in _CONTROL_OF_WORKER:
+        if not name.startswith("_") and callable(value) and name not in _LOCAL:
             return functools.partial(self._orchestrator._pto_call, False, value)
         return value
 

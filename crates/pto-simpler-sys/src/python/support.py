@@ -150,18 +150,23 @@ def _subs(directory, prefix, callbacks):
     return subs, sorted(used)
 
 
-def _wanted_sub_workers(directory):
-    """How many sub-workers the program was compiled for, where it says so."""
+def _compiled_for(directory):
+    """What the program was compiled for, where it says so: numbers of sub-workers and of scheduler threads."""
     path = directory / "distributed_meta.json"
     if not path.exists():
-        return 0
+        return 0, 0
     try:
-        wanted = json.loads(path.read_text(encoding="utf-8")).get("distributed_config", {}).get("num_sub_workers", 0)
+        settings = json.loads(path.read_text(encoding="utf-8")).get("distributed_config", {})
+        numbers = [settings.get(name, 0) for name in ("num_sub_workers", "aicpu_thread_num")]
     except (ValueError, AttributeError) as e:
         raise Refused(f"{path} is not what a compilation writes: {e}; regenerate the program") from e
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
-        raise Refused(f"{path} asks for {wanted!r} sub-workers; regenerate the program")
-    return wanted
+    subs, threads = numbers
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or threads == 1:
+        raise Refused(
+            f"{path} asks for {subs!r} sub-workers and {threads!r} scheduler threads; at least 0 of the former and 0 or "
+            "at least 2 of the latter are allowed; regenerate the program"
+        )
+    return subs, threads
 
 
 def _assemble(folder, prefix, platform):
@@ -289,7 +294,8 @@ class Program:
         module = _load(path, f"{prefix}.orchestration.host_orch")
         self.entry, self.takes_domains = _entry(path, module)
         self.subs, self.used_callbacks = _subs(directory, prefix, callbacks)
-        self.sub_workers = max(len(self.subs), _wanted_sub_workers(directory))
+        sub_workers, self.threads = _compiled_for(directory)
+        self.sub_workers = max(len(self.subs), sub_workers)
         allocate = getattr(module, "_alloc_intermediates", None)
         owned = tensors_of.Owned()
         self.frames = []
@@ -321,6 +327,8 @@ class Program:
         proxy._pypto_commless_seq = 0
         proxy._dfx_dispatch_idx = {}
         proxy._dfx_chip_names = dict(self.chip_names)
+        if self.threads and not config.aicpu_thread_num:
+            config.aicpu_thread_num = self.threads
         keep = []
         named = {PROVIDER: lending.Provider(gate)} if self.takes_domains else {}
         tensors = lending.Tensors({**self.frames[frame], **args})
