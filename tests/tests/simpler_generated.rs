@@ -88,7 +88,7 @@ struct Generated {
 }
 
 impl Generated {
-    fn new(
+    fn program(
         directory: &Path,
         rows: &'static [&'static str],
         scalars: &'static [(&'static str, Kind)],
@@ -111,11 +111,11 @@ impl Generated {
 
     fn mixed() -> Arc<dyn Program> {
         let scalars = &[("offset", Kind::Signed), ("scale", Kind::Float), ("marked", Kind::Bool)];
-        Self::new(&generated().join("mixed"), &["x", "y", "z"], scalars)
+        Self::program(&generated().join("mixed"), &["x", "y", "z"], scalars)
     }
 
     fn reduce(directory: &Path) -> Arc<dyn Program> {
-        Self::new(directory, &["x", "y"], &[("step", Kind::Unsigned)])
+        Self::program(directory, &["x", "y"], &[("step", Kind::Unsigned)])
     }
 }
 
