@@ -38,7 +38,7 @@ class Gate:
 
     def buffer(self, nbytes):
         self.buffers.append(create_host_shared_buffer(nbytes, self.owner, len(self.buffers) + 1))
-        return self.buffers[-1], self.buffers[-1].base
+        return self.buffers[-1], self.buffers[-1].base, self.buffers[-1]
 
     def check(self):
         pass
@@ -47,7 +47,7 @@ class Gate:
 class Tensors(unittest.TestCase):
     def setUp(self):
         self.gate = Gate()
-        self.buffer, address = self.gate.buffer(4 * 64)
+        self.buffer, address, _ = self.gate.buffer(4 * 64)
         self.x = tensors.over(self.buffer, [4, 16], DataType.INT32, 0, 4, address, True)
         for i in range(4):
             for j in range(16):
@@ -178,6 +178,31 @@ class Tensors(unittest.TestCase):
         self.assertEqual(same.tolist(), [0, 0, 16, 17, 18, 19, 0, 0])
         self.x[3, 0:8] = tensor
         self.assertEqual(self.x[3].tolist()[:8], same.tolist())
+
+    def test_what_torch_made_of_an_argument_is_still_the_argument(self):
+        class OfTorch:
+            shape, dtype, device = (2, 8), torch.int32, None
+            address = self.x.data_ptr() + 64
+
+            def data_ptr(self):
+                return self.address
+
+            def stride(self):
+                return (16, 1)
+
+            def is_contiguous(self):
+                return False
+
+        allocator = lending.Allocator(self.gate, [self.x._home])
+        tensors.allocators.stack.append(allocator)
+        part = tensors.copied(OfTorch())
+        part.fill_(9)
+        self.assertEqual(self.x[1:3, 0:8].tolist(), [[9] * 8] * 2)
+        self.assertEqual(len(self.gate.buffers), 1)
+
+    def test_without_torch_a_tensor_says_what_it_lacks(self):
+        with self.assertRaisesRegex(AttributeError, "no 'unsqueeze'"):
+            self.x.unsqueeze(0)
 
     def test_a_stacked_tensor_gives_whole_parts(self):
         stacked = tensors.Stacked([self.x[0:2], self.x[2:4]])

@@ -22,6 +22,7 @@ use pyo3::types::{PyDict, PyList};
 use super::args::BLOB;
 use super::building::{GraphBuildFailed, detached};
 use super::callables::{self, Callable};
+use super::memory::Mapping;
 use super::orchestrator::SimplerOrchestrator;
 use super::shared::Shared;
 use super::{interpreter, result};
@@ -265,8 +266,9 @@ impl Gate {
         })
     }
 
-    /// Host memory that the tasks of this run can reach, until its end: the runtime's buffer, and its address.
-    fn buffer<'py>(&self, py: Python<'py>, nbytes: u64) -> PyResult<(Bound<'py, PyAny>, u64)> {
+    /// Host memory that the tasks of this run can reach, until its end: the runtime's buffer, the address of our
+    /// mapping, and what keeps it.
+    fn buffer<'py>(&self, py: Python<'py>, nbytes: u64) -> PyResult<(Bound<'py, PyAny>, u64, Kept)> {
         self.call(|call| {
             let orchestrator = call.orchestrator;
             let shared = orchestrator.shared;
@@ -275,11 +277,15 @@ impl Gate {
             shared.runs.uses(orchestrator.run, |uses| uses.temporary.push(id));
             let host = shared.host.lock();
             host.at(id)
-                .map(|buffer| (buffer.views.buffer().bind(py).clone(), buffer.mapping.address()))
+                .map(|b| (b.views.buffer().bind(py).clone(), b.mapping.address(), Kept(Arc::clone(&b.mapping))))
                 .ok_or_else(|| PyRuntimeError::new_err("a buffer is gone that was made just now"))
         })
     }
 }
+
+/// Keeps memory mapped for whoever still has its address.
+#[pyclass(frozen)]
+struct Kept(#[allow(dead_code, reason = "held for its drop")] Arc<Mapping>);
 
 fn refused(call: &ActiveCall<'_>) -> PyErr {
     call.refused.set(true);
@@ -394,7 +400,7 @@ fn argument<'py>(
 ) -> Result<PyResult<Bound<'py, PyAny>>, BackendError> {
     let view = shared.argument_view(py, Call::RunEntry, position, tensor)?;
     let host = match tensor.place {
-        TensorPlace::Host(id) => shared.host.lock().at(id).map(|b| (b.mapping.address(), b.read_only)),
+        TensorPlace::Host(id) => shared.host.lock().at(id).map(|b| (Arc::clone(&b.mapping), b.read_only)),
         _ => None,
     };
     let made = || -> PyResult<Bound<'py, PyAny>> {
@@ -407,8 +413,9 @@ fn argument<'py>(
                 shared.api.data_type(py, tensor.dtype),
                 tensor.byte_offset,
                 tensor.dtype.size(),
-                host.map(|(address, _)| address),
-                host.is_some_and(|(_, read_only)| !read_only),
+                host.as_ref().map(|(mapping, _)| mapping.address()),
+                host.as_ref().is_some_and(|(_, read_only)| !read_only),
+                host.map(|(mapping, _)| Kept(mapping)),
             ),
         )
     };

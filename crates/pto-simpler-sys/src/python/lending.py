@@ -255,11 +255,11 @@ def orchestrator_class(runtime):
 
 
 class Allocator:
-    """Memory for the tensors that an entry makes, until the end of its run."""
+    """Memory for the tensors that an entry makes, until the end of its run. `homes` are those that it has already."""
 
-    def __init__(self, gate):
+    def __init__(self, gate, homes=()):
         self._gate = gate
-        self.homes = []
+        self.homes = list(homes)
 
     def __call__(self, nbytes):
         return self._gate.buffer(nbytes)

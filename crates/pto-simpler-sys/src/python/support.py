@@ -265,6 +265,15 @@ def _needed(name, chip):
     return name, sum(chip.sig(i) != scalar for i in range(count if isinstance(count, int) else 0))
 
 
+def _homes(values):
+    """The memory of all tensors among some values."""
+    for value in values:
+        if isinstance(value, (tensors_of.ArgumentTensor, tensors_of.View)):
+            yield value._home
+        elif isinstance(value, (list, tensors_of.Stacked)):
+            yield from _homes(getattr(value, "parts", value))
+
+
 class Program:
     """A loaded program."""
 
@@ -332,7 +341,9 @@ class Program:
         keep = []
         named = {PROVIDER: lending.Provider(gate)} if self.takes_domains else {}
         tensors = lending.Tensors({**self.frames[frame], **args})
-        allocator = lending.Allocator(gate)
+        lent = list(_homes(args.values()))
+        allocator = lending.Allocator(gate, [*lent, *_homes(self.frames[frame].values())])
+        lasting = len(allocator.homes)
         tensors_of.allocators.stack.append(allocator)
         try:
             self.entry(
@@ -348,11 +359,7 @@ class Program:
             )
         finally:
             tensors_of.allocators.stack.pop()
-            for value in args.values():
-                for tensor in getattr(value, "parts", (value,)):
-                    if isinstance(tensor, (tensors_of.ArgumentTensor, tensors_of.View)):
-                        tensor._home.gone = True
-            for home in allocator.homes:
+            for home in [*lent, *allocator.homes[lasting:]]:
                 home.gone = True
             proxy._pto_finish()
         if proxy._pto_failure is not None:

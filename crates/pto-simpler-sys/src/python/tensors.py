@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import math
 import struct
+import sys
 import threading
 
 from simpler import task_interface
@@ -29,11 +30,13 @@ _TYPES = [
 ]
 _CODES = {}
 _PACKED = {}
+_NAMES = {}
 for _name, _member, _size, _letter in _TYPES:
     if hasattr(DataType, _member):
         _code = int(getattr(DataType, _member).value)
         _CODES[_name] = (_code, _size)
         _PACKED[_code] = _letter
+        _NAMES[_code] = _name
 
 
 class Allocators(threading.local):
@@ -47,7 +50,7 @@ allocators = Allocators()
 
 
 class Home:
-    """The memory that tensors are views of."""
+    """The memory that tensors are views of. `owner` keeps it mapped, whoever looks at it later."""
 
     __slots__ = ("address", "descriptor", "dtype", "element", "gone", "owner", "writable")
 
@@ -113,10 +116,10 @@ def make(home, offset, shape, strides):
     return made
 
 
-def over(buffer, shape, dtype, byte_offset, element, address, writable):
+def over(buffer, shape, dtype, byte_offset, element, address, writable, owner=None):
     """An argument: the tensor that lies at `byte_offset` in a buffer of the runtime."""
     shape = tuple(shape)
-    home = Home(buffer.to_descriptor(), int(dtype.value), element, address, writable)
+    home = Home(buffer.to_descriptor(), int(dtype.value), element, address, writable, owner)
     return make(home, byte_offset, shape, row_major(shape))
 
 
@@ -196,11 +199,20 @@ def foreign(value):
 
 
 def copied(value):
-    """`value`, or what stands for it in a task if it is a tensor of another library: a copy in memory that the tasks of
-    this run can reach. What is made after the start is in this process only."""
+    """`value`, or what stands for it in a task if it is a tensor of another library: the same memory if that is an
+    argument's, else a copy in memory that the tasks of this run can reach. What is made after the start is in this process
+    only."""
     it = foreign(value)
     if it is None or it.dtype is None or not allocators.stack:
         return value
+    homes = allocators.stack[-1].homes
+    end = it.address + (_span(it.element, it.shape, it.strides) if all(it.shape) else 0)
+    for home in homes:
+        if home.address and home.address <= it.address and end <= home.address + home.descriptor.nbytes:
+            if home.dtype != it.dtype:
+                home = Home(home.descriptor, it.dtype, it.element, home.address, home.writable, home.owner)
+                homes.append(home)
+            return make(home, it.address - home.address, it.shape, it.strides)
     made = _new(it.shape, it.dtype, it.element)
     if all(it.shape):
         _copy(it.element, it.shape, made._home.address, made._strides, it.address, it.strides)
@@ -211,10 +223,46 @@ def _new(shape, dtype, element):
     nbytes = element * math.prod(shape)
     if nbytes == 0:
         return make(Home(None, dtype, element, 0, True), 0, shape, row_major(shape))
-    buffer, address = allocators.stack[-1](nbytes)
-    home = Home(buffer.to_descriptor(), dtype, element, address, True, buffer)
+    buffer, address, owner = allocators.stack[-1](nbytes)
+    home = Home(buffer.to_descriptor(), dtype, element, address, True, owner)
     allocators.stack[-1].homes.append(home)
     return make(home, 0, shape, row_major(shape))
+
+
+def _as_torch(tensor):
+    """The same memory as torch's own tensor (a copy of what is read-only), where the program has brought torch along."""
+    torch = sys.modules.get("torch")
+    home = tensor._home
+    dtype = getattr(torch, _NAMES.get(home.dtype, ""), None)
+    if dtype is None or not hasattr(torch, "frombuffer"):
+        raise AttributeError("torch is not there")
+    if not all(tensor.shape):
+        return torch.empty(tensor.shape, dtype=dtype)
+    nbytes = _span(home.element, tensor.shape, tensor._strides)
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory.owner = home.owner
+    made = torch.frombuffer(memory, dtype=dtype).as_strided(tensor.shape, tensor._strides)
+    return made if home.writable else made.clone()
+
+
+def _with_torch(value):
+    if isinstance(value, (ArgumentTensor, View)):
+        return _as_torch(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_with_torch, value))
+    return value
+
+
+def _operator(name):
+    def call(self, *args):
+        return getattr(_as_torch(self), name)(*map(_with_torch, args))
+
+    call.__name__ = name
+    return call
+
+
+_OPERATORS = [f"__{r}{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod") for r in ("", "r")]
+_OPERATORS += ["__neg__", "__abs__", "__lt__", "__le__", "__gt__", "__ge__"]
 
 
 class _Operations:
@@ -261,6 +309,20 @@ class _Operations:
     def data_ptr(self):
         """Address of the first element in this process; refused for device memory."""
         return self._home.start() + self._offset
+
+    def __getattr__(self, name):
+        # Only for what is not found here.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return getattr(_as_torch(self), name)
+        except AttributeError:
+            raise AttributeError(f"a tensor of shape {self.shape} has no {name!r} here") from None
+
+    @classmethod
+    def __torch_function__(cls, function, _types, args=(), kwargs=None):
+        named = {name: _with_torch(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_with_torch, args), **named)
 
     def _part(self, index):
         index = index if isinstance(index, tuple) else (index,)
@@ -404,8 +466,10 @@ class _Operations:
 def _with_operations(cls):
     # The runtime's tensor takes no second base.
     for name, operation in vars(_Operations).items():
-        if callable(operation) or isinstance(operation, property):
+        if callable(operation) or isinstance(operation, (property, classmethod)):
             setattr(cls, name, operation)
+    for name in _OPERATORS:
+        setattr(cls, name, _operator(name))
     return cls
 
 
