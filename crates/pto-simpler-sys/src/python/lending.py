@@ -194,19 +194,20 @@ class Orchestrator:
             needed = limits = None
         else:
             return
-        for member in given if isinstance(given, (list, tuple)) else [given]:
-            if not hasattr(member, "tensor_count"):
+        for member in given if isinstance(given, (list, tuple)) else (given,):
+            try:
+                tensor_count, scalar_count = member.tensor_count(), member.scalar_count()
+            except AttributeError:
                 continue  # the runtime says what it wants
-            counts = member.tensor_count(), member.scalar_count()
-            if needed is not None and counts[0] < needed[1]:
-                raise ValueError(f"chip program {needed[0]!r} takes {needed[1]} tensors at least, given {counts[0]}")
-            if limits is not None and (counts[0] > limits[0] or counts[1] > limits[1]):
+            if needed is not None and tensor_count < needed[1]:
+                raise ValueError(f"chip program {needed[0]!r} takes {needed[1]} tensors at least, given {tensor_count}")
+            if limits is not None and (tensor_count > limits[0] or scalar_count > limits[1]):
                 raise ValueError(
-                    f"{counts[0]} tensors and {counts[1]} scalars given; a chip task takes {limits[0]} and {limits[1]} "
-                    "at most"
+                    f"{tensor_count} tensors and {scalar_count} scalars given; a chip task takes {limits[0]} and "
+                    f"{limits[1]} at most"
                 )
             fixed, tensor, scalar = self._pto_limits["blob"]
-            blob = fixed + counts[0] * tensor + counts[1] * scalar
+            blob = fixed + tensor_count * tensor + scalar_count * scalar
             if blob > self._pto_limits["argument_bytes"]:
                 raise ValueError(
                     f"the arguments take {blob} bytes; at most {self._pto_limits['argument_bytes']} are allowed"

@@ -319,6 +319,7 @@ class Program:
                 else:
                     allocate(tensors)
             self.frames.append({name: owned.adopted(value) for name, value in tensors.items()})
+        self.homes = [list(_homes(tensors.values())) for tensors in self.frames]
         # Last, since it may take long.
         self.chips, self.sdma = _chips(directory, prefix, platform, runtime)
 
@@ -342,7 +343,7 @@ class Program:
         named = {PROVIDER: lending.Provider(gate)} if self.takes_domains else {}
         tensors = lending.Tensors({**self.frames[frame], **args})
         lent = list(_homes(args.values()))
-        allocator = lending.Allocator(gate, [*lent, *_homes(self.frames[frame].values())])
+        allocator = lending.Allocator(gate, [*lent, *self.homes[frame]])
         lasting = len(allocator.homes)
         tensors_of.allocators.stack.append(allocator)
         try:

@@ -75,10 +75,11 @@ class Home:
 
 
 def row_major(shape):
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * shape[i + 1]
-    return tuple(strides)
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
 
 
 def _contiguous(shape, strides):
@@ -92,27 +93,24 @@ def _contiguous(shape, strides):
 
 def make(home, offset, shape, strides):
     """A tensor over part of a home. What no task could take is a `View`, which says why where somebody passes it on."""
-    shape = tuple(shape)
-    if not all(shape):
+    shape, strides = tuple(shape), tuple(strides)
+    dense = row_major(shape)
+    if 0 in shape:
         made = View("has no elements")
-    elif not _contiguous(shape, strides):
+    elif strides != dense and not _contiguous(shape, strides):
         made = View("is not contiguous; take whole rows, or assign it to a tensor of its own first")
     elif len(shape) > MAX_DIMS:
         made = View(f"has {len(shape)} dimensions; at most {MAX_DIMS} are allowed")
     else:
-        strides = row_major(shape)
+        strides = dense
         # The runtime has no tensors without dimensions.
         made = ArgumentTensor(
-            buffer=home.descriptor,
-            byte_offset=offset,
-            shapes=shape or (1,),
-            strides=strides or (1,),
-            dtype=home.dtype,
+            buffer=home.descriptor, byte_offset=offset, shapes=shape or (1,), strides=dense or (1,), dtype=home.dtype
         )
     made._home = home
     made._offset = offset
     made.shape = shape
-    made._strides = tuple(strides)
+    made._strides = strides
     return made
 
 
@@ -325,23 +323,24 @@ class _Operations:
         return function(*map(_with_torch, args), **named)
 
     def _part(self, index):
+        """Where an indexed part lies: its offset in bytes, shape and strides."""
+        whole, steps = self.shape, self._strides
         index = index if isinstance(index, tuple) else (index,)
         dots = [at for at, i in enumerate(index) if i is Ellipsis]
-        if len(dots) > 1:
-            raise IndexError("an index takes one ellipsis at most")
         if dots:
+            if len(dots) > 1:
+                raise IndexError("an index takes one ellipsis at most")
             at = dots[0]
-            index = index[:at] + (slice(None),) * (len(self.shape) - len(index) + 1) + index[at + 1 :]
-        if len(index) > len(self.shape):
-            raise IndexError(f"{len(index)} indices for a tensor of {len(self.shape)} dimensions")
-        index += (slice(None),) * (len(self.shape) - len(index))
+            index = index[:at] + (slice(None),) * (len(whole) - len(index) + 1) + index[at + 1 :]
+        if len(index) > len(whole):
+            raise IndexError(f"{len(index)} indices for a tensor of {len(whole)} dimensions")
         offset, shape, strides = 0, [], []
-        for i, n, stride in zip(index, self.shape, self._strides):
+        for i, n, stride in zip(index, whole, steps):
             if isinstance(i, slice):
                 start, stop, step = i.indices(n)
                 if step <= 0:
                     raise ValueError("a slice of an argument must run forwards")
-                offset += min(start, n) * stride
+                offset += start * stride
                 shape.append(max(0, -(-(stop - start) // step)))
                 strides.append(stride * step)
                 continue
@@ -351,6 +350,8 @@ class _Operations:
             if not -n <= i < n:
                 raise IndexError(f"index {i} is out of range for {n} elements")
             offset += (i % n) * stride
+        shape += whole[len(index) :]
+        strides += steps[len(index) :]
         return self._offset + offset * self._home.element, shape, strides
 
     def __getitem__(self, index):
