@@ -133,7 +133,16 @@ fn artefact_object(
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, BackendError> {
-    fs::read(path).map_err(|e| {
-        RuntimeFailure::new(Call::Register, "OSError", format!("cannot read {}: {e}", path.display())).into()
-    })
+    let failed = |what: String| {
+        BackendError::from(RuntimeFailure::new(
+            Call::Register,
+            "OSError",
+            format!("cannot read {}: {what}", path.display()),
+        ))
+    };
+    match fs::read(path) {
+        Ok(bytes) if bytes.is_empty() => Err(failed("the file is empty".to_owned())),
+        Ok(bytes) => Ok(bytes),
+        Err(e) => Err(failed(e.to_string())),
+    }
 }

@@ -1,16 +1,21 @@
 //! The end of a worker: in order, after a failed start, and by force.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::result;
+use pyo3::prelude::*;
+
 use super::shared::Phase;
 use super::worker::SimplerBackend;
+use super::{result, start};
 use crate::error::{BackendError, Call, Effect, RuntimeFailure};
 use crate::ids::{ChipId, DomainId};
 
 /// How long a forced end waits for processes and for the waiter thread.
 pub(super) const FORCED_END: Duration = Duration::from_secs(5);
+
+/// How long an interrupted start is left alone before it is looked at again.
+const START_INTERVAL: Duration = Duration::from_millis(20);
 
 impl SimplerBackend {
     /// Everything of a worker that is over: its threads, and what its tables hold.
@@ -27,6 +32,7 @@ impl SimplerBackend {
         }
         let host = shared.host.lock().drain();
         let stored = shared.store.lock().drain();
+        shared.forget_deferred();
         let resident = shared.resident.lock().drain();
         let scratch = shared.scratch.lock().drain();
         let handles = std::mem::take(&mut *shared.handles.lock());
@@ -64,8 +70,9 @@ impl SimplerBackend {
             drop(job.take_worker());
             Ok(())
         });
-        if let Err(error) = undone {
-            tracing::warn!(%error, "a worker whose start failed half way could not be closed");
+        match undone {
+            Ok(()) => self.shared.children.clear(),
+            Err(error) => tracing::warn!(%error, "a worker whose start failed half way could not be closed"),
         }
     }
 
@@ -80,8 +87,7 @@ impl SimplerBackend {
             // Abandoned meanwhile.
             return Ok(());
         }
-        shared.empty_store();
-        shared.drain_deferred();
+        // Closing the worker closes its buffers, and spares the children that are told of each release.
         shared.children.look();
         shared.children.closing();
         if shared.children.first_death().is_some() && shared.domains.lock().table.values().next().is_some() {
@@ -102,21 +108,34 @@ impl SimplerBackend {
         });
         self.stop_monitor();
         shared.children.look();
+        if shared.phase() == Phase::Closed {
+            // Abandoned meanwhile, which has ended everything that this close still waited for.
+            return Ok(());
+        }
         match closed {
             Ok(()) => {
+                if shared.children.first_death().is_some() {
+                    // The windows that died with it; the processes are gone.
+                    let (_, left) = shared.children.destroy(FORCED_END);
+                    if !left.is_empty() {
+                        tracing::warn!(?left, "a chip process that died has left something behind");
+                    }
+                }
                 shared.children.clear();
                 self.clear();
-                shared.enter(call, &[Phase::Closing], Phase::Closed)?;
+                shared.leave(Phase::Closed);
                 self.owner.stop(true);
                 match shared.deferred_failure.lock().take() {
                     None => Ok(()),
                     Some(error) => Err(error),
                 }
             }
-            Err(error) if shared.children.first_death().is_some() => {
-                // The runtime will never get this right; the reference stays, everything else goes.
+            // A chip has died, or all processes have ended one way or another (a sub-worker, say, by somebody's
+            // signal): the runtime will never get this right, or has nothing left to get right. The reference stays,
+            // everything else goes.
+            Err(error) if shared.children.first_death().is_some() || shared.children.all_gone() => {
                 let (_, left) = self.destroy();
-                shared.enter(call, &[Phase::Closing], Phase::Closed)?;
+                shared.leave(Phase::Closed);
                 let mut failure = error
                     .runtime()
                     .cloned()
@@ -138,6 +157,26 @@ impl SimplerBackend {
         }
     }
 
+    /// Makes a start that is under way give up: ends the processes that it has made so far, again and again until it
+    /// has noticed, within the time of a forced end. Returns the chips.
+    pub(super) fn interrupt_start(&self) -> Vec<ChipId> {
+        let mut ended = Vec::new();
+        let deadline = Instant::now() + FORCED_END;
+        while let Some(worker) = self.shared.starting_by(Instant::now() + START_INTERVAL) {
+            Python::attach(|py| {
+                if let Ok((chips, subs, mailboxes)) = start::processes(worker.bind(py)) {
+                    self.shared.children.started(&chips, &subs, mailboxes);
+                }
+                drop(worker);
+            });
+            ended.extend(self.shared.children.end_all());
+            if Instant::now() >= deadline {
+                break;
+            }
+        }
+        ended
+    }
+
     /// Ends the processes by force, removes their shared memory, and gives up the worker without collecting it.
     pub(super) fn destroy(&self) -> (Vec<ChipId>, Vec<String>) {
         let shared = &*self.shared;
@@ -145,6 +184,7 @@ impl SimplerBackend {
         let names: Vec<String> = shared.host.lock().values().filter_map(|b| b.name.clone()).collect();
         shared.children.own_names(names);
         shared.children.own_names(shared.store.lock().names());
+        shared.children.own_names(shared.forget_deferred());
         let (ended, left) = shared.children.destroy(FORCED_END);
         self.clear();
         self.owner.stop(false);

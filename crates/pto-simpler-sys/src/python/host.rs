@@ -25,10 +25,10 @@ impl SimplerBackend {
         let shared = &*self.shared;
         shared.check_caller(call)?;
         shared.require(call, &[Phase::New, Phase::Ready])?;
-        let len = length(nbytes)?;
+        let len = length(call, nbytes)?;
         if shared.phase() == Phase::New {
-            let mapping =
-                Mapping::anonymous(len).map_err(|e| errno(nbytes, "shared memory cannot be mapped", e))?;
+            let mapping = Mapping::anonymous(len)
+                .map_err(|e| no_memory(call, nbytes, "shared memory cannot be mapped", e))?;
             let number = self.next_buffer.fetch_add(1, Ordering::Relaxed);
             let object = Python::attach(|py| {
                 shared
@@ -58,68 +58,91 @@ impl SimplerBackend {
     }
 }
 
-pub(super) fn out_of_bounds(call: Call, id: HostBufferId, offset: u64, len: usize, nbytes: u64) -> BackendError {
-    BackendError::misuse(call, format!("{len} bytes from byte {offset} on, and {id} has {nbytes}"))
-}
-
-/// A size as the operating system takes it.
-fn length(nbytes: u64) -> Result<NonZeroUsize, BackendError> {
-    let call = Call::CreateBuffer;
+/// A size that can be mapped.
+fn length(call: Call, nbytes: u64) -> Result<NonZeroUsize, BackendError> {
     if nbytes == 0 {
         return Err(BackendError::misuse(call, "0 bytes asked for; ask for at least 1"));
     }
-    let Some(len) = usize::try_from(nbytes).ok().filter(|n| isize::try_from(*n).is_ok()) else {
-        return Err(out_of_memory(nbytes, "OverflowError", "more than the address space".to_owned()).into());
-    };
-    NonZeroUsize::new(len).ok_or_else(|| BackendError::broken(call, "a checked size is zero"))
+    let len = usize::try_from(nbytes).ok().filter(|n| isize::try_from(*n).is_ok());
+    len.and_then(NonZeroUsize::new).ok_or_else(|| {
+        RuntimeFailure::new(call, "OverflowError", "more than the address space")
+            .with_kind(FailureKind::OutOfSharedMemory { requested_bytes: nbytes })
+            .into()
+    })
 }
 
-fn out_of_memory(nbytes: u64, type_name: &str, message: String) -> RuntimeFailure {
-    RuntimeFailure::new(Call::CreateBuffer, type_name, message)
-        .with_kind(FailureKind::OutOfSharedMemory { requested_bytes: nbytes })
-}
-
-fn errno(nbytes: u64, what: &str, e: Errno) -> RuntimeFailure {
-    let message = format!("{what}: {e}");
+fn no_memory(call: Call, nbytes: u64, what: &str, e: Errno) -> RuntimeFailure {
+    let failure = RuntimeFailure::new(call, "OSError", format!("{what}: {e}"));
     match e {
-        Errno::ENOSPC | Errno::ENOMEM | Errno::EFBIG => out_of_memory(nbytes, "OSError", message),
-        _ => RuntimeFailure::new(Call::CreateBuffer, "OSError", message),
+        Errno::ENOSPC | Errno::ENOMEM | Errno::EFBIG => {
+            failure.with_kind(FailureKind::OutOfSharedMemory { requested_bytes: nbytes })
+        }
+        _ => failure,
     }
+}
+
+/// A buffer of the runtime, its memory reserved, and our mapping of it.
+pub(super) struct Reserved {
+    pub(super) object: Py<PyAny>,
+    mapping: Mapping,
+    pub(super) name: String,
+}
+
+pub(super) fn out_of_bounds(call: Call, id: HostBufferId, offset: u64, len: usize, nbytes: u64) -> BackendError {
+    BackendError::misuse(call, format!("{len} bytes from byte {offset} on, and {id} has {nbytes}"))
 }
 
 impl Shared {
     /// A host buffer of a started worker, with whatever it contains; also inside a build.
     pub(crate) fn new_host(&self, nbytes: u64, read_only: bool) -> Result<HostBufferId, BackendError> {
         let call = Call::CreateBuffer;
-        let len = length(nbytes)?;
+        length(call, nbytes)?;
         if !read_only && let Some(stored) = self.stored_host(nbytes) {
             return Ok(self.host.lock().add(stored));
         }
-        let (object, name) = Python::attach(|py| {
+        let made = Python::attach(|py| {
             let worker = self.worker(py, call)?;
-            let buffer =
-                self.api.create_buffer(&worker, nbytes).map_err(|e| result::host_allocation(py, &e, nbytes))?;
-            let name = || -> PyResult<String> {
-                if read_only {
-                    self.api.make_read_only(&buffer)?;
-                }
-                buffer.getattr(intern!(py, "shm"))?.getattr(intern!(py, "name"))?.extract()
-            };
-            let name = name().map_err(|e| BackendError::from(result::failure(py, call, &e)));
-            Ok::<_, BackendError>((buffer.unbind(), name))
-        })?;
-        let mapping = name.and_then(|name| {
-            Mapping::named(&name, len)
-                .map(|mapping| (Arc::new(mapping), name))
-                .map_err(|e| errno(nbytes, "shared memory cannot be reserved", e).into())
+            let made = self.reserved_buffer(py, call, &worker, nbytes)?;
+            if read_only && let Err(e) = self.api.make_read_only(made.object.bind(py)) {
+                self.defer_release(made.object, Some(made.name));
+                return Err(result::failure(py, call, &e).into());
+            }
+            Ok(made)
         });
-        match mapping {
-            Ok((mapping, name)) => Ok(self.add_host(object, mapping, nbytes, read_only, Some(name))),
+        match made {
+            Ok(made) => Ok(self.add_host(made.object, Arc::new(made.mapping), nbytes, read_only, Some(made.name))),
             Err(error) => {
-                self.defer_release(object);
                 // What released buffers hold may be what is missing next time.
                 self.empty_store();
                 self.drain_deferred();
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes a buffer of zeros; with no room for it, what was made of it is released when no run is in flight.
+    pub(super) fn reserved_buffer(
+        &self,
+        py: Python<'_>,
+        call: Call,
+        worker: &Bound<'_, PyAny>,
+        nbytes: u64,
+    ) -> Result<Reserved, BackendError> {
+        let len = length(call, nbytes)?;
+        let buffer = self.api.create_buffer(worker, nbytes).map_err(|e| result::host_allocation(py, &e, nbytes))?;
+        let name =
+            || -> PyResult<String> { buffer.getattr(intern!(py, "shm"))?.getattr(intern!(py, "name"))?.extract() };
+        let name = name();
+        let known = name.as_ref().ok().cloned();
+        let mapped = name.map_err(|e| BackendError::from(result::failure(py, call, &e))).and_then(|name| {
+            py.detach(|| Mapping::named(&name, len))
+                .map(|mapping| (name, mapping))
+                .map_err(|e| no_memory(call, nbytes, "shared memory cannot be reserved", e).into())
+        });
+        match mapped {
+            Ok((name, mapping)) => Ok(Reserved { object: buffer.unbind(), mapping, name }),
+            Err(error) => {
+                self.defer_release(buffer.unbind(), known);
                 Err(error)
             }
         }

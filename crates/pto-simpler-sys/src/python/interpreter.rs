@@ -33,12 +33,19 @@ pub(crate) fn prepare(options: &SimplerOptions) -> Result<(), BackendError> {
     if initialized() {
         check_detached(Call::Start)?;
     }
+    if let Some(path) = options.sys_executable.as_ref().filter(|path| !path.exists()) {
+        return Err(BackendError::misuse(
+            Call::Start,
+            format!("sys_executable is {path:?}, which does not exist; name the interpreter to start helpers with"),
+        ));
+    }
     let mut guard = APPLIED.lock();
     initialize(executable(options).as_deref())?;
     let applied = guard.get_or_insert_default();
     Python::attach(|py| {
         let sys = py.import("sys").map_err(|e| result::failure(py, Call::Start, &e))?;
-        apply(py, &sys, options, applied).map_err(|e| result::failure(py, Call::Start, &e).into())
+        apply(py, &sys, options, applied).map_err(|e| BackendError::from(result::failure(py, Call::Start, &e)))?;
+        run_prelude(py, options, applied)
     })
 }
 
@@ -87,7 +94,15 @@ fn initialize(executable: Option<&Path>) -> Result<(), BackendError> {
     };
     match failure {
         None => Ok(()),
-        Some(message) => Err(RuntimeFailure::new(Call::Start, "PyStatus", message).into()),
+        Some(mut message) => {
+            // The usual culprits.
+            for name in ["PYTHONHOME", "PYTHONPATH"] {
+                if let Some(value) = std::env::var_os(name) {
+                    message.push_str(&format!("; {name} is {value:?}"));
+                }
+            }
+            Err(RuntimeFailure::new(Call::Start, "PyStatus", message).into())
+        }
     }
 }
 
@@ -117,13 +132,22 @@ fn apply(
             applied.sites.insert(site);
         }
     }
-    if let Some(prelude) = &options.prelude
-        && !applied.preludes.contains(prelude)
-    {
-        let (module, function) = prelude.split_once(':').unwrap_or((prelude, "install"));
-        py.import(module)?.getattr(function)?.call0()?;
-        applied.preludes.insert(prelude.clone());
-    }
+    Ok(())
+}
+
+fn run_prelude(py: Python<'_>, options: &SimplerOptions, applied: &mut Applied) -> Result<(), BackendError> {
+    let Some(prelude) = options.prelude.as_ref().filter(|prelude| !applied.preludes.contains(*prelude)) else {
+        return Ok(());
+    };
+    let (module, function) = prelude.split_once(':').unwrap_or((prelude, "install"));
+    let function = py.import(module).and_then(|module| module.getattr(function)).map_err(|e| {
+        let mut failure = result::failure(py, Call::Start, &e);
+        failure.message =
+            format!("the prelude {prelude:?} (`module:function`) cannot be loaded: {}", failure.message);
+        BackendError::from(failure)
+    })?;
+    function.call0().map_err(|e| BackendError::from(result::failure(py, Call::Start, &e)))?;
+    applied.preludes.insert(prelude.clone());
     Ok(())
 }
 
@@ -135,7 +159,7 @@ fn executable(options: &SimplerOptions) -> Option<PathBuf> {
 }
 
 /// The site directory of a virtual environment, for the version that is embedded.
-fn site_of(py: Python<'_>, root: &Path) -> Option<PathBuf> {
+pub(crate) fn site_of(py: Python<'_>, root: &Path) -> Option<PathBuf> {
     let version = py.version_info();
     let site = root.join("lib").join(format!("python{}.{}", version.major, version.minor)).join("site-packages");
     site.is_dir().then_some(site)

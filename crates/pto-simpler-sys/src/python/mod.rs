@@ -85,6 +85,7 @@ mod probe;
 mod process;
 mod queue;
 mod result;
+mod room;
 mod runs;
 mod shared;
 mod start;

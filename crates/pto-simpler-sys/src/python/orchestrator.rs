@@ -15,6 +15,7 @@ use pyo3::types::PyList;
 use super::args::{Target, check_counts};
 use super::callables::Callable;
 use super::domains::Domain;
+use super::room;
 use super::runs::DomainUse;
 use super::shared::{Scratch, Shared, check_before_tasks, unknown};
 use super::views::Views;
@@ -75,7 +76,8 @@ impl<'a> SimplerOrchestrator<'a> {
         });
     }
 
-    fn check_ranks(&self, call: Call, request: &DomainRequest) -> Result<(), BackendError> {
+    /// Checks of a new domain that the runtime lacks.
+    fn check_new(&self, call: Call, request: &DomainRequest) -> Result<(), BackendError> {
         let limit = self.shared.capabilities.limits.ranks as usize;
         if request.workers.len() > limit {
             return Err(BackendError::misuse(
@@ -83,7 +85,17 @@ impl<'a> SimplerOrchestrator<'a> {
                 format!("{} workers asked for; a domain has at most {limit} ranks", request.workers.len()),
             ));
         }
-        Ok(())
+        let chips = self.shared.capabilities.chips();
+        if chips as usize > limit {
+            return Err(BackendError::misuse(
+                call,
+                format!(
+                    "the worker has {chips} chips, all of which the runtime joins for its first domain, and at most \
+                     {limit} can be joined; prepare a worker of at most {limit} chips"
+                ),
+            ));
+        }
+        room::check(call, &self.shared.capabilities.platform, request)
     }
 
     /// Puts a domain that the runtime has just returned into the table.
@@ -115,7 +127,7 @@ impl<'a> SimplerOrchestrator<'a> {
         keep: bool,
     ) -> Result<DomainId, BackendError> {
         check_before_tasks(call, self.tasks.get())?;
-        self.check_ranks(call, request)?;
+        self.check_new(call, request)?;
         let id = Python::attach(|py| {
             let arguments = self
                 .shared
@@ -139,7 +151,7 @@ impl<'a> SimplerOrchestrator<'a> {
         let known = self.shared.domains.lock().names.get(name).copied();
         if known.is_none() {
             check_before_tasks(call, self.tasks.get())?;
-            self.check_ranks(call, request)?;
+            self.check_new(call, request)?;
         }
         let id = Python::attach(|py| {
             let shared = self.shared;

@@ -36,7 +36,9 @@ impl Owner {
             .spawn(move || {
                 Python::attach(|py| {
                     while let Some(job) = py.detach(|| queue.pop()) {
-                        job(py);
+                        // Whoever waits for the job learns from its silence; the thread has to stay, because only it
+                        // can close the worker, whose processes would not outlive it either.
+                        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| job(py)));
                     }
                 });
             })
@@ -55,9 +57,9 @@ impl Owner {
             // Nobody listens any more only if the waiting thread unwound.
             let _ = sender.send(job(py));
         });
-        let gone = || BackendError::broken(call, "the owner thread has ended");
-        self.jobs.push(job).map_err(|_| gone())?;
-        receiver.recv().map_err(|_| gone())?
+        let gone = |what: &str| BackendError::broken(call, what);
+        self.jobs.push(job).map_err(|_| gone("the owner thread has ended"))?;
+        receiver.recv().map_err(|_| gone("the owner thread has panicked in this call"))?
     }
 
     /// Lets the thread end once it has nothing to do, and waits for it if asked to.
@@ -67,7 +69,7 @@ impl Owner {
         if let Some(thread) = thread
             && wait
         {
-            // A panic in a job has been reported to whoever waited for the job.
+            // It does not unwind.
             let _ = thread.join();
         }
     }

@@ -6,7 +6,7 @@ use pyo3::types::PyDict;
 
 use super::options::{RetentionChoice, SimplerOptions, WorkerArgument};
 use super::sys::Api;
-use super::{legacy, result};
+use super::{interpreter, legacy, result};
 use crate::capability::{Capabilities, CopyGranularity, Retention};
 use crate::error::{BackendError, Call, RuntimeFailure};
 
@@ -34,7 +34,18 @@ pub(crate) struct Probed {
 pub(crate) fn probe(py: Python<'_>, options: &SimplerOptions) -> Result<Probed, BackendError> {
     let api = Api::load(py).map_err(|e| {
         if e.is_instance_of::<PyModuleNotFoundError>(py) {
-            return result::import(py, Call::Start, "the Simpler runtime", &e);
+            let error = result::import(py, Call::Start, "the Simpler runtime", &e);
+            let environment = options.environment.as_ref().filter(|root| interpreter::site_of(py, root).is_none());
+            return match (environment, error.runtime()) {
+                (Some(root), Some(failure)) => {
+                    let mut failure = failure.clone();
+                    failure.message.push_str(&format!(
+                        "; the virtual environment {root:?} has no site directory for this Python and was passed over"
+                    ));
+                    failure.into()
+                }
+                _ => error,
+            };
         }
         let mut failure = result::failure(py, Call::Start, &e);
         failure.message = format!("this Simpler lacks a piece that the binding needs: {}", failure.message);

@@ -21,6 +21,9 @@ use parking_lot::Mutex;
 
 use crate::ids::ChipId;
 
+/// How often processes are asked after that no descriptor tells of.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
 /// The worker's child processes.
 #[derive(Debug, Default)]
 pub(crate) struct Children {
@@ -102,6 +105,18 @@ impl Children {
         }
     }
 
+    /// The first chip of these that is known to have died.
+    pub(crate) fn first_death_among(&self, chips: &[ChipId]) -> Option<(ChipId, Death)> {
+        self.dead.lock().iter().find(|(chip, _)| chips.contains(chip)).copied()
+    }
+
+    /// Whether every process of the worker has ended.
+    pub(crate) fn all_gone(&self) -> bool {
+        let chips: Vec<i32> = self.chips.lock().keys().copied().collect();
+        let subs: Vec<i32> = self.subs.lock().iter().copied().collect();
+        chips.into_iter().chain(subs).all(|pid| death_of(pid).is_some())
+    }
+
     fn is_dead(&self, chip: ChipId) -> bool {
         self.dead.lock().iter().any(|(dead, _)| *dead == chip)
     }
@@ -142,16 +157,23 @@ impl Children {
             .collect()
     }
 
+    /// Ends every process of the worker by force. Returns the chips that were still alive.
+    pub(crate) fn end_all(&self) -> Vec<ChipId> {
+        let ended = self.end_chips();
+        let subs: Vec<i32> = self.subs.lock().iter().copied().collect();
+        for pid in subs.into_iter().filter(|pid| death_of(*pid).is_none()) {
+            // A process that has gone by itself meanwhile is what is wanted.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        ended
+    }
+
     /// Ends every process of the worker by force, reaps them within `limit` and unlinks their shared memory. Returns
     /// the chips that were still alive and what is left.
     pub(crate) fn destroy(&self, limit: Duration) -> (Vec<ChipId>, Vec<String>) {
         let deserted = deserted_windows();
-        let ended = self.end_chips();
+        let ended = self.end_all();
         let subs: Vec<i32> = self.subs.lock().iter().copied().collect();
-        for pid in subs.iter().filter(|pid| death_of(**pid).is_none()) {
-            // A process that has gone by itself meanwhile is what is wanted.
-            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
-        }
         let deadline = Instant::now() + limit;
         let all = self.chips.lock().keys().copied().chain(subs).collect::<Vec<i32>>();
         let waiting: Vec<i32> = all.into_iter().filter(|pid| !reap(*pid, deadline)).collect();
@@ -176,9 +198,19 @@ impl Children {
         self.names.lock().extend(names);
     }
 
-    /// Descriptors that become readable when a chip process ends, by chip.
-    fn watch(&self) -> Vec<OwnedFd> {
-        self.chips.lock().keys().filter_map(|pid| pidfd(*pid)).collect()
+    /// Descriptors that become readable when a chip process ends, and whether there is one for each: an old system
+    /// has none, and a process may have no room for more.
+    fn watch(&self) -> (Vec<OwnedFd>, bool) {
+        let chips = self.chips.lock();
+        let watched: Vec<OwnedFd> = chips.keys().filter_map(|pid| pidfd(*pid)).collect();
+        let all = watched.len() == chips.len();
+        (watched, all)
+    }
+
+    /// Whether a chip process has ended, in whatever way.
+    fn any_gone(&self) -> bool {
+        let chips: Vec<i32> = self.chips.lock().keys().copied().collect();
+        chips.into_iter().any(|pid| death_of(pid).is_some())
     }
 }
 
@@ -218,14 +250,19 @@ fn deserted_windows() -> BTreeSet<String> {
 
 /// Waits for the end of a child until `deadline`, and reaps it; whether it is gone.
 fn reap(pid: i32, deadline: Instant) -> bool {
-    if let Some(end) = pidfd(pid) {
-        loop {
-            let rest = deadline.saturating_duration_since(Instant::now());
-            let timeout = PollTimeout::try_from(rest).unwrap_or(PollTimeout::MAX);
-            match poll(&mut [PollFd::new(end.as_fd(), PollFlags::POLLIN)], timeout) {
-                Err(Errno::EINTR) => {}
-                _ => break,
+    let end = pidfd(pid);
+    while death_of(pid).is_none() {
+        let rest = deadline.saturating_duration_since(Instant::now());
+        if rest.is_zero() {
+            break;
+        }
+        match &end {
+            Some(end) => {
+                let timeout = PollTimeout::try_from(rest).unwrap_or(PollTimeout::MAX);
+                // However it ends, the process is asked after.
+                let _ = poll(&mut [PollFd::new(end.as_fd(), PollFlags::POLLIN)], timeout);
             }
+            None => std::thread::sleep(rest.min(LOOK_INTERVAL)),
         }
     }
     !matches!(waitpid(Pid::from_raw(pid), Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
@@ -255,6 +292,7 @@ fn pidfd(pid: i32) -> Option<OwnedFd> {
 /// Watches the chip processes and says when the first one has ended.
 #[derive(Debug)]
 pub(crate) struct Monitor {
+    process: u32,
     stop: Arc<EventFd>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -271,14 +309,16 @@ impl Monitor {
         let thread = std::thread::Builder::new()
             .name("pto-chip-monitor".to_owned())
             .spawn(move || {
-                let processes = children.watch();
+                let (processes, all) = children.watch();
                 let mut fds = vec![PollFd::new(signal.0.as_fd(), PollFlags::POLLIN)];
                 fds.extend(processes.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)));
+                let interval = PollTimeout::try_from(LOOK_INTERVAL).unwrap_or(PollTimeout::MAX);
                 loop {
-                    match poll(&mut fds, PollTimeout::NONE) {
+                    match poll(&mut fds, if all { PollTimeout::NONE } else { interval }) {
                         Err(Errno::EINTR) => continue,
                         Err(_) => return,
                         Ok(_) if fds.first().is_some_and(|fd| fd.any() == Some(true)) => return,
+                        Ok(0) if !children.any_gone() => {}
                         Ok(_) => break,
                     }
                 }
@@ -287,7 +327,7 @@ impl Monitor {
                 died(&signal);
             })
             .map_err(|e| e.raw_os_error().map_or(Errno::EAGAIN, Errno::from_raw))?;
-        Ok(Self { stop, thread: Some(thread) })
+        Ok(Self { process: std::process::id(), stop, thread: Some(thread) })
     }
 
     /// Ends the watch and its thread.
@@ -296,6 +336,11 @@ impl Monitor {
     }
 
     fn join(&mut self) {
+        if std::process::id() != self.process {
+            // A forked child has a copy of the descriptor, which is the parent's to write to, and no such thread.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         // A full counter is as readable as one just written to.
         let _ = self.stop.write(1);
         if let Some(thread) = self.thread.take() {

@@ -1,8 +1,8 @@
 //! Typed failures: what a Python exception says, and what it means for the worker.
 
 use pyo3::exceptions::{
-    PyIndexError, PyKeyError, PyMemoryError, PyModuleNotFoundError, PyOSError, PyOverflowError, PyTimeoutError,
-    PyTypeError, PyValueError,
+    PyIndexError, PyKeyError, PyMemoryError, PyModuleNotFoundError, PyOverflowError, PyTimeoutError, PyTypeError,
+    PyValueError,
 };
 use pyo3::prelude::*;
 
@@ -84,6 +84,10 @@ fn read_text(failure: &mut RuntimeFailure, text: &str, children: &Children) {
             // A sub-worker process: chips are untouched, but its tasks can no longer run.
             None => failure.kind = FailureKind::Task,
         }
+    } else if text.contains("chip_process dev=") && text.contains(" ctrl=") {
+        // A control call that the chip refused, for want of memory say, which leaves its run lane as it was.
+        let chip = number_after(text, "first error chip=").and_then(|n| u32::try_from(n).ok());
+        failure.chip = chip.map(ChipId);
     } else if text.contains("chip_process dev=") {
         failure.kind = if text.contains("failed with code -100") && text.contains("finalize_native_run") {
             FailureKind::DeviceTimeout
@@ -112,7 +116,8 @@ fn number_after(text: &str, marker: &str) -> Option<i32> {
 /// The failure of an allocation of shared memory.
 pub(crate) fn host_allocation(py: Python<'_>, error: &PyErr, nbytes: u64) -> BackendError {
     let failure = failure(py, Call::CreateBuffer, error);
-    if error.is_instance_of::<PyOSError>(py)
+    let errno = error.value(py).getattr("errno").and_then(|n| n.extract::<i32>()).ok();
+    if errno.is_some_and(|n| [libc::ENOSPC, libc::ENOMEM, libc::EFBIG].contains(&n))
         || error.is_instance_of::<PyMemoryError>(py)
         || error.is_instance_of::<PyOverflowError>(py)
     {
@@ -169,6 +174,17 @@ mod tests {
         assert!(!f.fatal && f.kind == FailureKind::Task && f.chip.is_none());
         let f = read("child process pid=42 exited before mailbox completion (signal=9)");
         assert!(!f.fatal && f.kind == FailureKind::Task);
+    }
+
+    #[test]
+    fn a_control_call_that_a_chip_refuses_is_not_a_failed_task() {
+        let f = read("control_malloc failed on child: chip_process dev=0 ctrl=0: RuntimeError: malloc failed");
+        assert_eq!((f.kind, f.fatal, f.chip), (FailureKind::Call, false, None));
+        let f = read(
+            "alloc_domain(allocation_id=0) failed on 1/2 chips; first error chip=1: control_alloc_domain failed on \
+             child: chip_process dev=5 ctrl=9: RuntimeError: no",
+        );
+        assert_eq!((f.kind, f.fatal, f.chip), (FailureKind::Call, false, Some(ChipId(1))));
     }
 
     #[test]

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use pyo3::intern;
@@ -23,12 +25,17 @@ use super::store::Store;
 use super::sys::Api;
 use super::table::Table;
 use super::views::{View, Views};
+use super::waiter;
 use crate::args::DevicePlace;
 pub(crate) use crate::backend::BackendPhase as Phase;
 use crate::backend::{RunEvents, RunOutcome};
 use crate::capability::Capabilities;
 use crate::error::{BackendError, Call, FailureKind, RuntimeFailure};
 use crate::ids::{CallableId, ChipId, DeviceBufferId, DomainId, HostBufferId, RunId, ScratchId};
+
+/// Most buffers whose release waits before runs are made to leave it a moment, and how long that may take.
+const MOST_DEFERRED: usize = 32;
+const REST: Duration = Duration::from_secs(1);
 
 /// A host buffer.
 #[derive(Debug)]
@@ -89,10 +96,15 @@ pub(crate) struct Shared {
     /// The worker from its start on. Never dropped by itself: collecting a worker that is not closed ends the
     /// process. An orderly close takes it out.
     worker: Mutex<Option<ManuallyDrop<Py<PyAny>>>>,
+    /// The worker while its start is under way.
+    starting: Mutex<Option<Arc<Py<PyAny>>>>,
+    started: Condvar,
+    /// Releases of domains that are under way outside runs.
+    releasing: AtomicUsize,
     /// Released buffers, for the next one of the same size.
     pub(crate) store: Mutex<Store>,
-    /// Buffers whose release waits for a moment without runs.
-    deferred: Mutex<Vec<Py<PyAny>>>,
+    /// Buffers whose release waits for a moment without runs, with their names in shared memory.
+    deferred: Mutex<Vec<(Py<PyAny>, Option<String>)>>,
     /// The first failure of such a release; `close` reports it.
     pub(crate) deferred_failure: Mutex<Option<BackendError>>,
 }
@@ -129,6 +141,9 @@ impl Shared {
             handles: Mutex::default(),
             children: Arc::default(),
             worker: Mutex::default(),
+            starting: Mutex::default(),
+            started: Condvar::new(),
+            releasing: AtomicUsize::new(0),
             store: Mutex::new(Store::new(store_bytes)),
             deferred: Mutex::default(),
             deferred_failure: Mutex::default(),
@@ -186,6 +201,16 @@ impl Shared {
             return Err(wrong_phase(call, *phase, from));
         }
         Ok(std::mem::replace(&mut *phase, to))
+    }
+
+    /// Changes the phase unless somebody has abandoned the backend meanwhile; whether it did.
+    pub(crate) fn leave(&self, to: Phase) -> bool {
+        let mut phase = self.phase.lock();
+        let left = *phase != Phase::Closed;
+        if left {
+            *phase = to;
+        }
+        left
     }
 
     pub(crate) fn require(&self, call: Call, allowed: &[Phase]) -> Result<(), BackendError> {
@@ -272,6 +297,19 @@ impl Shared {
             .ok_or_else(|| BackendError::misuse(call, "the worker has been closed"))
     }
 
+    /// The start of `worker` is under way, or (`None`) over.
+    pub(crate) fn set_starting(&self, worker: Option<Py<PyAny>>) {
+        *self.starting.lock() = worker.map(Arc::new);
+        self.started.notify_all();
+    }
+
+    /// The worker whose start is still under way at `deadline`; `None` as soon as it is over.
+    pub(crate) fn starting_by(&self, deadline: Instant) -> Option<Arc<Py<PyAny>>> {
+        let mut starting = self.starting.lock();
+        while starting.is_some() && !self.started.wait_until(&mut starting, deadline).timed_out() {}
+        starting.clone()
+    }
+
     /// The worker, to be dropped: after an orderly close, or where it never started.
     pub(crate) fn take_worker(&self) -> Option<Py<PyAny>> {
         self.worker.lock().take().map(ManuallyDrop::into_inner)
@@ -327,7 +365,8 @@ impl Shared {
     pub(crate) fn release_host(&self, buffer: HostBuffer) {
         let refused = self.store.lock().put(buffer);
         if let Some(buffer) = refused {
-            self.defer_release(buffer.views.into_buffer());
+            self.defer_release(buffer.views.into_buffer(), buffer.name);
+            self.let_releases_through();
         }
         self.drain_deferred();
     }
@@ -340,12 +379,33 @@ impl Shared {
     /// Empties the store; what was in it is released when no run is in flight.
     pub(crate) fn empty_store(&self) {
         let buffers = self.store.lock().drain();
-        self.deferred.lock().extend(buffers.into_iter().map(|b| b.views.into_buffer()));
+        self.deferred.lock().extend(buffers.into_iter().map(|b| (b.views.into_buffer(), b.name)));
     }
 
     /// Has a buffer released at the next moment without runs.
-    pub(crate) fn defer_release(&self, buffer: Py<PyAny>) {
-        self.deferred.lock().push(buffer);
+    pub(crate) fn defer_release(&self, buffer: Py<PyAny>, name: Option<String>) {
+        self.deferred.lock().push((buffer, name));
+    }
+
+    /// Gives up the releases that still wait, because the end of the worker sees to them. Returns the names of the
+    /// buffers in shared memory.
+    pub(crate) fn forget_deferred(&self) -> Vec<String> {
+        let buffers = std::mem::take(&mut *self.deferred.lock());
+        buffers.into_iter().filter_map(|(_, name)| name).collect()
+    }
+
+    /// Where too many releases wait for a moment without runs, which runs that follow one another closely never leave,
+    /// makes such a moment: nothing is submitted until the runs in flight have ended. Gives up after a while, because
+    /// a run may wait for what this very thread does next. Detached.
+    fn let_releases_through(&self) {
+        // The thread that ends the runs must not wait for their end.
+        if self.deferred.lock().len() <= MOST_DEFERRED || waiter::is_current() {
+            return;
+        }
+        let _lock = self.build_lock.acquire();
+        if self.runs.wait_until_ended_by(Instant::now() + REST) {
+            Python::attach(|py| self.release_deferred(py));
+        }
     }
 
     /// Releases what has been waiting for it, unless a run is in flight or somebody holds the build lock (who does
@@ -362,8 +422,13 @@ impl Shared {
         if self.runs.in_flight() > 0 {
             return;
         }
-        let buffers = std::mem::take(&mut *self.deferred.lock());
-        for buffer in buffers {
+        // Not all at once where there are many: others wait for the lock.
+        let buffers: Vec<_> = {
+            let mut deferred = self.deferred.lock();
+            let n = deferred.len().min(2 * MOST_DEFERRED);
+            deferred.drain(..n).collect()
+        };
+        for (buffer, _) in buffers {
             let result = self.worker(py, Call::ReleaseBuffer).and_then(|worker| {
                 self.api
                     .release_buffer(&worker, buffer.bind(py))
@@ -433,6 +498,16 @@ impl Shared {
     /// detached.
     pub(crate) fn release_now(&self, py: Python<'_>, id: DomainId) -> Result<(), BackendError> {
         let call = Call::ReleaseDomain;
+        /// Counts a release from before it looks for dead members: the monitor frees it from those that die later.
+        struct Releasing<'a>(&'a AtomicUsize);
+        impl Drop for Releasing<'_> {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+        self.releasing.fetch_add(1, Ordering::SeqCst);
+        let _releasing = Releasing(&self.releasing);
+        self.children.look();
         let handle = loop {
             let mut domains = self.domains.lock();
             if domains.state(id).is_none() {
@@ -440,6 +515,12 @@ impl Shared {
             }
             // No longer in the table: freed.
             let Some(domain) = domains.table.at_mut(id) else { return Ok(()) };
+            if matches!(domain.release, Release::No)
+                && let Some((chip, death)) = self.children.first_death_among(&domain.request.workers)
+            {
+                drop(domains);
+                return Err(self.dead_member(call, id, chip, death));
+            }
             match &domain.release {
                 Release::Failed(error) => return Err(error.clone()),
                 Release::Done => return Ok(()),
@@ -482,6 +563,24 @@ impl Shared {
         outcome
     }
 
+    /// Behind a dead member the runtime waits for minutes, and then fails all the same.
+    fn dead_member(&self, call: Call, id: DomainId, chip: ChipId, death: Death) -> BackendError {
+        let failure = RuntimeFailure::new(
+            call,
+            "ChipDied",
+            format!("{id} cannot be released, because the process of a member has ended; close frees it"),
+        )
+        .with_kind(FailureKind::ChipDied { exit_code: death.exit_code, signal: death.signal })
+        .on_chip(chip)
+        .with_fatal(true);
+        self.note(failure).into()
+    }
+
+    /// Whether somebody waits for chips: a run that is being built or in flight, or a release.
+    pub(crate) fn waits_for_chips(&self) -> bool {
+        !self.runs.idle() || self.releasing.load(Ordering::SeqCst) > 0
+    }
+
     fn wait_for_release(&self, id: DomainId) {
         let mut domains = self.domains.lock();
         while domains.table.at(id).is_some_and(|d| matches!(d.release, Release::Going)) {
@@ -520,7 +619,7 @@ impl Shared {
             if let Some(buffer) = buffer
                 && let Some(refused) = { self.store.lock().put(buffer) }
             {
-                self.defer_release(refused.views.into_buffer());
+                self.defer_release(refused.views.into_buffer(), refused.name);
             }
         }
     }
@@ -533,7 +632,7 @@ impl Shared {
     }
 }
 
-fn wrong_phase(call: Call, phase: Phase, allowed: &[Phase]) -> BackendError {
+pub(crate) fn wrong_phase(call: Call, phase: Phase, allowed: &[Phase]) -> BackendError {
     let allowed: Vec<String> = allowed.iter().map(|p| format!("{p:?}")).collect();
     BackendError::misuse(call, format!("the backend is {phase:?}, and must be {}", allowed.join(" or ")))
 }

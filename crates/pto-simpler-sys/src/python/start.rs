@@ -5,11 +5,13 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 
 use super::callables::Callable;
+use super::ending::FORCED_END;
 use super::entry::support;
 use super::process::StopSignal;
 use super::shared::{Phase, Shared};
 use super::sys::optional;
 use super::{probe, result};
+use crate::callable::CallableKind;
 use crate::config::CallConfig;
 use crate::error::{BackendError, Call, FailureKind, RuntimeFailure};
 
@@ -42,22 +44,52 @@ pub(crate) fn start(py: Python<'_>, shared: &Arc<Shared>) -> Result<(), BackendE
         }
     }
     let prewarm = shared.api.call_config(py, &CallConfig::default()).map_err(failed)?;
+    shared.set_starting(Some(worker.clone().unbind()));
+    // Abandoned before there was anything to interrupt.
+    if shared.phase() != Phase::Starting {
+        shared.set_starting(None);
+        return Err(abandoned());
+    }
     let init = support(py).and_then(|s| s.call_method1("start", (&worker, &prewarm)));
+    if init.is_ok() {
+        // From here on the object must not be collected unless it is closed.
+        shared.set_worker(worker.clone().unbind());
+    }
+    shared.set_starting(None);
     if let Err(error) = init {
-        let failure = result::classified(py, call, &error, &shared.children, crate::error::Effect::None);
+        let mut failure = result::classified(py, call, &error, &shared.children, crate::error::Effect::None);
+        if failure.message.contains("register_callable") {
+            // The runtime does not say which.
+            let chip = callables.iter().filter(|c| c.kind == CallableKind::Chip).map(|c| &*c.name);
+            let names: Vec<&str> = chip.collect();
+            failure.message.push_str(&format!(
+                "; one of {names:?} could not be loaded: look at its files, its function and its kernels"
+            ));
+        }
         // Rolled back by the runtime; this only marks the object as over.
         if let Err(second) = shared.api.close(&worker) {
             let second = result::failure(py, Call::Close, &second);
             tracing::warn!(%second, "a worker that did not start could not be closed");
-            std::mem::forget(worker.unbind());
+            std::mem::forget(worker.clone().unbind());
+        }
+        // What it could not roll back is still in its books.
+        if let Ok((chips, subs, mailboxes)) = processes(&worker) {
+            shared.children.started(&chips, &subs, mailboxes);
+            let (_, left) = py.detach(|| shared.children.destroy(FORCED_END));
+            if !left.is_empty() {
+                failure.message.push_str(&format!("; left: {}", left.join(", ")));
+            }
         }
         return Err(failure.into());
     }
-    // From here on the object must not be collected unless it is closed.
-    shared.set_worker(worker.clone().unbind());
     let (chips, subs, mailboxes) = processes(&worker).map_err(failed)?;
     shared.children.started(&chips, &subs, mailboxes);
     Ok(())
+}
+
+/// Why a start did not come to its end.
+pub(crate) fn abandoned() -> BackendError {
+    RuntimeFailure::new(Call::Start, "Abandoned", "the backend was abandoned while it was starting").into()
 }
 
 /// A callback that no program uses is mostly a misspelt one.
@@ -76,7 +108,7 @@ fn check_callbacks(shared: &Shared, callables: &[Arc<Callable>]) -> Result<(), B
 }
 
 /// The worker's child processes and the names of their mailboxes, as far as this runtime says.
-fn processes(worker: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<i32>, Vec<String>)> {
+pub(crate) fn processes(worker: &Bound<'_, PyAny>) -> PyResult<(Vec<i32>, Vec<i32>, Vec<String>)> {
     let pids = |name| match optional(worker, name)? {
         Some(pids) => pids.extract::<Vec<i32>>(),
         None => Ok(Vec::new()),
@@ -108,7 +140,7 @@ pub(crate) fn chip_died(shared: &Shared, stop: &StopSignal) {
         .with_fatal(true);
     tracing::warn!(%chip, exit_code = death.exit_code, signal = death.signal, "a chip process has ended");
     shared.finish(&failure);
-    if !stop.wait(shared.options.dead_chip_grace) && !shared.runs.idle() {
+    if !stop.wait(shared.options.dead_chip_grace) && shared.waits_for_chips() {
         shared.children.end_chips();
     }
 }

@@ -3,11 +3,12 @@
 //! Every native handle is waited here, in the order of submission, whatever becomes of the user's own handle: one
 //! that nobody waits keeps its run "in flight" for ever and makes `close` raise its error.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-use super::shared::{Accepted, Shared};
+use super::shared::{Accepted, Phase, Shared};
 use super::sys;
 use crate::backend::RunOutcome;
 use crate::capability::Retention;
@@ -16,8 +17,18 @@ use crate::error::{BackendError, Call, Effect, FailureKind, RuntimeFailure};
 /// The worker's sticky refusal after a failed cleanup.
 const POISON: &str = "_ordered_cleanup_error";
 
+thread_local! {
+    static CURRENT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread waits for the runs of some backend.
+pub(crate) fn is_current() -> bool {
+    CURRENT.get()
+}
+
 /// Runs until the queue of accepted runs is closed and empty.
 pub(crate) fn run(shared: &Arc<Shared>) {
+    CURRENT.set(true);
     while let Some(Accepted { run, handle }) = shared.accepted.pop() {
         let mut outcome = Python::attach(|py| {
             let outcome = outcome(py, shared, handle.bind(py));
@@ -43,6 +54,10 @@ pub(crate) fn run(shared: &Arc<Shared>) {
 /// Waits for the run and its cleanup.
 fn outcome(py: Python<'_>, shared: &Shared, handle: &Bound<'_, PyAny>) -> RunOutcome {
     let Err(error) = shared.api.result(handle) else { return RunOutcome::success() };
+    if shared.phase() == Phase::Closed {
+        let failure = super::result::failure(py, Call::Run, &error).with_effect(Effect::Unknown).with_fatal(true);
+        return RunOutcome::failed(abandoned(failure).into());
+    }
     let poison = shared
         .worker(py, Call::Run)
         .ok()
@@ -62,6 +77,12 @@ fn outcome(py: Python<'_>, shared: &Shared, handle: &Bound<'_, PyAny>) -> RunOut
             RunOutcome { result: Err(shared.note(of_run(failure)).into()), cleanup: poison.as_ref().map(cleanup) }
         }
     }
+}
+
+/// The failure of a run that the end of its worker has cut off, whatever the runtime says of it.
+fn abandoned(mut failure: RuntimeFailure) -> RuntimeFailure {
+    failure.message = format!("the backend was abandoned while the run was in flight: {}", failure.message);
+    failure
 }
 
 /// The failure of a run in terms of its tasks. Without a time limit of ours, a timeout is the device's.

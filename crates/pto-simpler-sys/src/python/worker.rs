@@ -21,7 +21,7 @@ use super::owner::Owner;
 use super::probe::{self, RuntimeInfo};
 use super::process::Monitor;
 use super::runs::Uses;
-use super::shared::{Accepted, Phase, Resident, Shared, unknown};
+use super::shared::{Accepted, Phase, Resident, Shared, unknown, wrong_phase};
 use super::table::Key;
 use super::views::Views;
 use super::{result, start, waiter};
@@ -154,11 +154,16 @@ impl SimplerBackend {
                 Ok(handle) => {
                     shared.runs.accept(run);
                     let accepted = Accepted { run, handle: handle.unbind() };
-                    shared.accepted.push(accepted).map_err(|_| {
-                        BackendError::broken(
-                            Call::Submit,
-                            "a run was accepted after the waiter had been told to end",
-                        )
+                    shared.accepted.push(accepted).map_err(|accepted| {
+                        // Abandoned during the build. Nobody is left to wait for the run, whose tasks went nowhere.
+                        std::mem::forget(accepted);
+                        drop(shared.runs.cancel(run));
+                        shared.check_usable(Call::Submit).err().unwrap_or_else(|| {
+                            BackendError::broken(
+                                Call::Submit,
+                                "a run was accepted after the waiter had been told to end",
+                            )
+                        })
                     })
                 }
                 Err(error) => {
@@ -250,14 +255,18 @@ impl Backend for SimplerBackend {
         });
         match spawned {
             Ok(()) => {
-                shared.enter(call, &[Phase::Starting], Phase::Ready)?;
+                if !shared.leave(Phase::Ready) {
+                    // Abandoned when everything was up already.
+                    self.destroy();
+                    self.stop_waiter();
+                    return Err(start::abandoned());
+                }
                 // The runtime publishes no depth; two is its ceiling.
                 Ok(Negotiated::new(Depth::AtMost(2)))
             }
             Err(error) => {
                 self.undo_start();
-                shared.enter(call, &[Phase::Starting], Phase::Failed)?;
-                Err(error)
+                if shared.leave(Phase::Failed) { Err(error) } else { Err(start::abandoned()) }
             }
         }
     }
@@ -350,18 +359,14 @@ impl Backend for SimplerBackend {
                 }
             })?;
             // The runtime hands memory out as it is. Fresh shared memory is zero.
-            let zeroed = shared
-                .api
-                .create_buffer(worker, nbytes)
-                .map_err(|e| result::host_allocation(py, &e, nbytes))
-                .and_then(|zeros| {
-                    let copied = shared
-                        .api
-                        .copy_to(worker, &buffer, &zeros)
-                        .map_err(|e| shared.failure(py, call, &e, Effect::Done));
-                    shared.defer_release(zeros.unbind());
-                    copied
-                });
+            let zeroed = shared.reserved_buffer(py, call, worker, nbytes).and_then(|zeros| {
+                let copied = shared
+                    .api
+                    .copy_to(worker, &buffer, zeros.object.bind(py))
+                    .map_err(|e| shared.failure(py, call, &e, Effect::Done));
+                shared.defer_release(zeros.object, Some(zeros.name));
+                copied
+            });
             if let Err(error) = zeroed {
                 if let Err(second) = shared.api.free(worker, &buffer) {
                     let second = result::failure(py, Call::Free, &second);
@@ -435,7 +440,7 @@ impl Backend for SimplerBackend {
                 self.owner.stop(true);
                 Ok(())
             }
-            Phase::Starting => shared.require(call, &[Phase::New, Phase::Ready]),
+            Phase::Starting => Err(wrong_phase(call, Phase::Starting, &[Phase::New, Phase::Ready])),
             Phase::Ready | Phase::Closing => {
                 shared.enter(call, &[Phase::Ready, Phase::Closing], Phase::Closing)?;
                 self.close_started()
@@ -451,13 +456,13 @@ impl Backend for SimplerBackend {
             return AbandonReport { ended: Vec::new(), left: vec![format!("everything: {error}")] };
         }
         let all = [Phase::New, Phase::Starting, Phase::Ready, Phase::Failed, Phase::Closing];
-        if shared.enter(call, &all, Phase::Closed).is_err() {
-            return AbandonReport::default();
-        }
+        let Ok(before) = shared.enter(call, &all, Phase::Closed) else { return AbandonReport::default() };
         let gone =
             RuntimeFailure::new(Call::Run, "Abandoned", "the backend was abandoned while the run was in flight");
         shared.finish(&gone.clone().with_fatal(true));
-        let (ended, mut left) = self.destroy();
+        let interrupted = if before == Phase::Starting { self.interrupt_start() } else { Vec::new() };
+        let (mut ended, mut left) = self.destroy();
+        ended.extend(interrupted);
         // With their processes gone, the runtime's own waits mostly come back; those that do not are reported here.
         shared.accepted.close();
         if !shared.runs.wait_until_ended_by(Instant::now() + FORCED_END) {
@@ -478,6 +483,8 @@ impl Backend for SimplerBackend {
 impl Drop for SimplerBackend {
     fn drop(&mut self) {
         if self.shared.check_process(Call::Close).is_err() {
+            // What it refers to belongs to threads and locks that this process does not have.
+            std::mem::forget(Arc::clone(&self.shared));
             return;
         }
         match self.shared.phase() {
