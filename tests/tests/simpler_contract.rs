@@ -4,135 +4,17 @@
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use pto_mock::conformance::TestPath;
 use pto_mock::kernels;
-use pto_simpler_sys::python::{PythonObject, RetentionChoice, SimplerBackend, SimplerOptions, WorkerArgument};
+use pto_simpler_sys::python::{PythonObject, RetentionChoice, SimplerBackend, WorkerArgument};
 use pto_simpler_sys::{
-    Access, Backend, BackendError, BuildFailed, Call, CallConfig, CallableId, CallableSpec, ChipId, DataType,
-    DomainAllocation, DomainRequest, DomainState, FailureKind, Family, GraphBuilder, HostBufferId, NamedBuffer,
-    Orchestrator, Retention, RunEvents, RunId, RunOutcome, RunState, Shape, Signature, SubmitError, TaskArgs,
-    TensorArg, TensorPlace,
+    Access, Backend, Call, CallConfig, CallableSpec, ChipId, DomainAllocation, DomainState, FailureKind, Family,
+    Orchestrator, Retention, RunId, RunOutcome, RunState, Signature, SubmitError, TaskArgs, TensorPlace,
 };
 use pto_tests::simpler::{self, Runtime};
 use pyo3::prelude::*;
+use simpler_bench::{Bench, Build, Ends, alone, kill, misuse, options, signal_window, words};
 
-macro_rules! alone {
-    ($name:ident, $body:expr) => {
-        #[test]
-        fn $name() {
-            simpler::alone(TestPath::new(module_path!(), stringify!($name)), $body);
-        }
-    };
-}
-
-fn options(chips: u32, sub_workers: u32) -> SimplerOptions {
-    simpler::options(Runtime::selected(), chips, sub_workers)
-}
-
-/// Collects ends of runs.
-struct Ends(Mutex<mpsc::Sender<(RunId, RunOutcome)>>);
-
-impl RunEvents for Ends {
-    fn ended(&self, run: RunId, outcome: RunOutcome) {
-        // A test that is over no longer listens.
-        let _ = self.0.lock().unwrap().send((run, outcome));
-    }
-}
-
-struct Build<F>(Option<F>);
-
-impl<F: FnOnce(&dyn Orchestrator) -> Result<(), BackendError>> GraphBuilder for Build<F> {
-    fn build(&mut self, orchestrator: &dyn Orchestrator) -> Result<(), BuildFailed> {
-        let body = self.0.take().ok_or(BuildFailed)?;
-        body(orchestrator).map_err(|error| {
-            println!("builder: {error}");
-            BuildFailed
-        })
-    }
-}
-
-/// A started backend with the portable kernels.
-struct Bench {
-    backend: Arc<SimplerBackend>,
-    ends: mpsc::Receiver<(RunId, RunOutcome)>,
-    callables: Vec<(Arc<str>, CallableId)>,
-}
-
-impl Bench {
-    fn new(options: SimplerOptions, extra: &[CallableSpec]) -> Self {
-        let backend = Arc::new(SimplerBackend::new(options).unwrap());
-        let mut callables = Vec::new();
-        for spec in kernels::specs().iter().chain(extra) {
-            if spec.kind == pto_simpler_sys::CallableKind::Sub && backend.capabilities().sub_workers == 0 {
-                continue;
-            }
-            callables.push((Arc::clone(&spec.name), backend.register(spec).unwrap().id));
-        }
-        let (sender, ends) = mpsc::channel();
-        backend.start(Arc::new(Ends(Mutex::new(sender)))).unwrap();
-        Self { backend, ends, callables }
-    }
-
-    fn callable(&self, name: &str) -> CallableId {
-        self.callables.iter().find(|(known, _)| &**known == name).unwrap().1
-    }
-
-    fn submit(
-        &self,
-        run: u64,
-        build: impl FnOnce(&dyn Orchestrator) -> Result<(), BackendError>,
-    ) -> Result<(), SubmitError> {
-        self.backend.submit(RunId(run), &CallConfig::new(), &mut Build(Some(build)))
-    }
-
-    fn end(&self) -> (RunId, RunOutcome) {
-        self.ends.recv_timeout(Duration::from_secs(200)).unwrap()
-    }
-
-    /// A run that ends well.
-    fn run(&self, run: u64, build: impl FnOnce(&dyn Orchestrator) -> Result<(), BackendError>) {
-        self.submit(run, build).unwrap();
-        assert_eq!(self.end(), (RunId(run), RunOutcome::success()));
-    }
-
-    fn handshake(
-        &self,
-        o: &dyn Orchestrator,
-        reply: &DomainAllocation,
-        rank: usize,
-        out: HostBufferId,
-        bound: u64,
-    ) -> Result<(), BackendError> {
-        let member = reply.members()[rank];
-        let signal = TensorPlace::DomainBuffer { domain: reply.id().unwrap(), chip: member.chip, buffer: 0 };
-        let mut args = TaskArgs::new();
-        args.tensor(words(signal, 1, Access::NoDependency)).tensor(words(
-            TensorPlace::Host(out),
-            1,
-            Access::Output,
-        ));
-        args.scalar(member.device_context).scalar(0).scalar(bound);
-        o.submit_next_level(self.callable(kernels::HANDSHAKE), &args, None, member.chip)
-    }
-}
-
-fn words(place: TensorPlace, n: u32, access: Access) -> TensorArg {
-    TensorArg { place, shape: Shape::new(&[n]).unwrap(), dtype: DataType::Int32, byte_offset: 0, access }
-}
-
-fn signal_window(chips: u32) -> DomainRequest {
-    DomainRequest::packed(0..chips, vec![NamedBuffer::bytes("signal", 64)])
-}
-
-fn kill(pid: u32) {
-    assert!(std::process::Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success());
-}
-
-fn misuse<T: std::fmt::Debug>(result: Result<T, BackendError>, call: Call, about: &str) {
-    let error = result.unwrap_err();
-    assert_eq!((error.family(), error.call()), (Family::Misuse, call), "{error:?}");
-    assert!(error.to_string().contains(about), "{error}");
-}
+mod simpler_bench;
 
 alone!(a_failed_chip_task_ends_the_workers_useful_life_and_says_why, || {
     let bench = Bench::new(options(1, 0), &[]);

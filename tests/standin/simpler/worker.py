@@ -103,11 +103,13 @@ class Worker(Callables, Memory, Domains):
 
     @property
     def _chip_pids(self) -> list[int]:
-        return [] if self._native is None else [c.pid for c in self._native.chips]
+        native = self._native or self._starting
+        return [] if native is None else [c.pid for c in native.chips]
 
     @property
     def _sub_pids(self) -> list[int]:
-        return [] if self._native is None else [c.pid for c in self._native.subs]
+        native = self._native or self._starting
+        return [] if native is None else [c.pid for c in native.subs]
 
     @property
     def live_domains(self) -> dict[str, CommDomainHandle]:

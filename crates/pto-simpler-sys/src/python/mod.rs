@@ -84,6 +84,7 @@ mod owner;
 mod probe;
 mod process;
 mod queue;
+mod release;
 mod result;
 mod room;
 mod runs;

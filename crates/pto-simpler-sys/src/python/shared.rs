@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 use pyo3::intern;
@@ -25,17 +25,12 @@ use super::store::Store;
 use super::sys::Api;
 use super::table::Table;
 use super::views::{View, Views};
-use super::waiter;
 use crate::args::DevicePlace;
 pub(crate) use crate::backend::BackendPhase as Phase;
 use crate::backend::{RunEvents, RunOutcome};
 use crate::capability::Capabilities;
 use crate::error::{BackendError, Call, FailureKind, RuntimeFailure};
 use crate::ids::{CallableId, ChipId, DeviceBufferId, DomainId, HostBufferId, RunId, ScratchId};
-
-/// Most buffers whose release waits before runs are made to leave it a moment, and how long that may take.
-const MOST_DEFERRED: usize = 32;
-const REST: Duration = Duration::from_secs(1);
 
 /// A host buffer.
 #[derive(Debug)]
@@ -104,7 +99,7 @@ pub(crate) struct Shared {
     /// Released buffers, for the next one of the same size.
     pub(crate) store: Mutex<Store>,
     /// Buffers whose release waits for a moment without runs, with their names in shared memory.
-    deferred: Mutex<Vec<(Py<PyAny>, Option<String>)>>,
+    pub(super) deferred: Mutex<Vec<(Py<PyAny>, Option<String>)>>,
     /// The first failure of such a release; `close` reports it.
     pub(crate) deferred_failure: Mutex<Option<BackendError>>,
 }
@@ -351,93 +346,6 @@ impl Shared {
                 call,
                 format!("{n} run(s) in flight; 0 are allowed: wait for them, or call inside a graph build"),
             )),
-        }
-    }
-
-    // ---- Releasing host buffers ---------------------------------------------------------------------------------
-    //
-    // The runtime tells every child process of a release and waits for each to be idle; one that stays busy for half
-    // a minute ends the run that it works for. So nothing is released while a run is in flight: a released buffer
-    // first waits in a store, from which the next buffer of that size is taken, and what the store does not hold
-    // waits for a moment without runs.
-
-    /// Takes a host buffer that its user has released.
-    pub(crate) fn release_host(&self, buffer: HostBuffer) {
-        let refused = self.store.lock().put(buffer);
-        if let Some(buffer) = refused {
-            self.defer_release(buffer.views.into_buffer(), buffer.name);
-            self.let_releases_through();
-        }
-        self.drain_deferred();
-    }
-
-    /// A released buffer of this size, with whatever it contains.
-    pub(crate) fn stored_host(&self, nbytes: u64) -> Option<HostBuffer> {
-        self.store.lock().take(nbytes)
-    }
-
-    /// Empties the store; what was in it is released when no run is in flight.
-    pub(crate) fn empty_store(&self) {
-        let buffers = self.store.lock().drain();
-        self.deferred.lock().extend(buffers.into_iter().map(|b| (b.views.into_buffer(), b.name)));
-    }
-
-    /// Has a buffer released at the next moment without runs.
-    pub(crate) fn defer_release(&self, buffer: Py<PyAny>, name: Option<String>) {
-        self.deferred.lock().push((buffer, name));
-    }
-
-    /// Gives up the releases that still wait, because the end of the worker sees to them. Returns the names of the
-    /// buffers in shared memory.
-    pub(crate) fn forget_deferred(&self) -> Vec<String> {
-        let buffers = std::mem::take(&mut *self.deferred.lock());
-        buffers.into_iter().filter_map(|(_, name)| name).collect()
-    }
-
-    /// Where too many releases wait for a moment without runs, which runs that follow one another closely never leave,
-    /// makes such a moment: nothing is submitted until the runs in flight have ended. Gives up after a while, because
-    /// a run may wait for what this very thread does next. Detached.
-    fn let_releases_through(&self) {
-        // The thread that ends the runs must not wait for their end.
-        if self.deferred.lock().len() <= MOST_DEFERRED || waiter::is_current() {
-            return;
-        }
-        let _lock = self.build_lock.acquire();
-        if self.runs.wait_until_ended_by(Instant::now() + REST) {
-            Python::attach(|py| self.release_deferred(py));
-        }
-    }
-
-    /// Releases what has been waiting for it, unless a run is in flight or somebody holds the build lock (who does
-    /// it later). Detached.
-    pub(crate) fn drain_deferred(&self) {
-        while !self.deferred.lock().is_empty() && self.runs.in_flight() == 0 {
-            let Some(_lock) = self.build_lock.try_acquire() else { return };
-            Python::attach(|py| self.release_deferred(py));
-        }
-    }
-
-    /// As above, by a thread that holds the build lock and is attached, outside any callback.
-    pub(crate) fn release_deferred(&self, py: Python<'_>) {
-        if self.runs.in_flight() > 0 {
-            return;
-        }
-        // Not all at once where there are many: others wait for the lock.
-        let buffers: Vec<_> = {
-            let mut deferred = self.deferred.lock();
-            let n = deferred.len().min(2 * MOST_DEFERRED);
-            deferred.drain(..n).collect()
-        };
-        for (buffer, _) in buffers {
-            let result = self.worker(py, Call::ReleaseBuffer).and_then(|worker| {
-                self.api
-                    .release_buffer(&worker, buffer.bind(py))
-                    .map_err(|e| self.failure(py, Call::ReleaseBuffer, &e, crate::error::Effect::Unknown))
-            });
-            if let Err(error) = result {
-                tracing::warn!(%error, "a host buffer could not be released");
-                self.deferred_failure.lock().get_or_insert(error);
-            }
         }
     }
 

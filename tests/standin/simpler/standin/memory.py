@@ -151,8 +151,8 @@ class Device:
     # Resident memory -------------------------------------------------------------------------------------------
 
     def malloc(self, nbytes: int) -> int:
-        address = self._address(_RESIDENT_BASE, nbytes)
         mapping = mmap.mmap(-1, nbytes) if nbytes else None
+        address = self._address(_RESIDENT_BASE, nbytes)
         self._resident[address] = (mapping, memoryview(mapping if mapping is not None else bytearray()))
         return address
 
