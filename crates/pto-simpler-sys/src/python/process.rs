@@ -152,7 +152,9 @@ impl Children {
         let chips: Vec<(i32, ChipId)> = self.chips.lock().iter().map(|(pid, chip)| (*pid, *chip)).collect();
         chips
             .into_iter()
-            .filter(|(pid, chip)| !self.is_dead(*chip) && kill(Pid::from_raw(*pid), Signal::SIGKILL).is_ok())
+            // One that has exited as it should is not dead, but gone; its number may be somebody else's by now.
+            .filter(|(pid, chip)| !self.is_dead(*chip) && death_of(*pid).is_none())
+            .filter(|(pid, _)| kill(Pid::from_raw(*pid), Signal::SIGKILL).is_ok())
             .map(|(_, chip)| chip)
             .collect()
     }
@@ -362,15 +364,16 @@ pub(crate) struct StopSignal(Arc<EventFd>);
 impl StopSignal {
     /// Waits for the signal, no longer than `limit`; whether it came.
     pub(crate) fn wait(&self, limit: Duration) -> bool {
-        let deadline = Instant::now() + limit;
+        // None: later than any clock says.
+        let deadline = Instant::now().checked_add(limit);
         loop {
-            let rest = deadline.saturating_duration_since(Instant::now());
-            let timeout = PollTimeout::try_from(rest).unwrap_or(PollTimeout::MAX);
+            let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            let timeout = rest.and_then(|rest| PollTimeout::try_from(rest).ok()).unwrap_or(PollTimeout::MAX);
             let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
             match poll(&mut fds, timeout) {
-                Err(Errno::EINTR) => {}
-                Ok(n) => return n > 0,
-                Err(_) => return true,
+                Ok(0) if rest.is_some_and(|rest| rest.is_zero()) => return false,
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) | Err(_) => return true,
             }
         }
     }
@@ -410,6 +413,31 @@ mod tests {
         monitor.stop();
         let (ended, left) = children.destroy(Duration::from_secs(60));
         assert_eq!((ended, left), (vec![ChipId(0)], vec![]));
+    }
+
+    #[test]
+    fn a_process_that_has_exited_in_order_was_not_ended_by_force() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let pid = child.id() as i32;
+        let children = Children::for_test(&[(pid, 0)], &[]);
+        children.closing();
+        drop(child.stdin.take());
+        waitid(Id::Pid(Pid::from_raw(pid)), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT).unwrap();
+        assert_eq!(children.end_chips(), []);
+        assert_eq!((children.first_death(), children.destroy(Duration::from_secs(60))), (None, (vec![], vec![])));
+    }
+
+    #[test]
+    fn a_signal_is_waited_for_however_long_that_may_be() {
+        for limit in [Duration::from_secs(1 << 40), Duration::MAX] {
+            let event = Arc::new(EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC).unwrap());
+            let signal = StopSignal(Arc::clone(&event));
+            let waiting = std::thread::spawn(move || signal.wait(limit));
+            event.write(1).unwrap();
+            assert!(waiting.join().unwrap());
+        }
+        let event = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC).unwrap();
+        assert!(!StopSignal(Arc::new(event)).wait(Duration::ZERO));
     }
 
     #[test]
