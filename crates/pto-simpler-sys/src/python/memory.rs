@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::errno::Errno;
 use nix::fcntl::posix_fallocate;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use nix::sys::signal::{SigSet, SigmaskHow};
 
 /// Where POSIX shared memory shows as files.
 pub(crate) const SHM_DIRECTORY: &str = "/dev/shm";
@@ -54,8 +55,7 @@ impl Mapping {
             .write(true)
             .open(path)
             .map_err(|e| e.raw_os_error().map_or(Errno::EIO, Errno::from_raw))?;
-        let size = i64::try_from(len.get()).map_err(|_| Errno::EFBIG)?;
-        posix_fallocate(file.as_fd(), 0, size)?;
+        reserve(&file, len)?;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory; the file is at
         // least `len` bytes long, as it has just been extended to that size.
         let base = unsafe {
@@ -156,6 +156,22 @@ impl Mapping {
     }
 }
 
+/// Gives a file all its pages. On Linux before 6.13, a signal that the host program handles makes the system give back
+/// what it has reserved so far, so with a timer a large reservation might never come to its end: signals wait meanwhile.
+fn reserve(file: &File, len: NonZeroUsize) -> Result<(), Errno> {
+    let size = i64::try_from(len.get()).map_err(|_| Errno::EFBIG)?;
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
+    let result = loop {
+        match posix_fallocate(file.as_fd(), 0, size) {
+            // Stopped and continued.
+            Err(Errno::EINTR) => {}
+            result => break result,
+        }
+    };
+    before.thread_set_mask()?;
+    result
+}
+
 /// How many bytes precede the first aligned word at or after `offset`.
 fn head_of(offset: usize, len: usize) -> usize {
     (offset.next_multiple_of(WORD) - offset).min(len)
@@ -229,6 +245,50 @@ mod tests {
             assert!(m.read(0, &mut all));
             assert_eq!(all, vec![0xAB; len]);
         }
+    }
+
+    /// Shared memory with a name, until dropped.
+    struct Named(String);
+
+    impl Drop for Named {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(Path::new(SHM_DIRECTORY).join(&self.0));
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn memory_is_reserved_whatever_signals_the_host_program_handles() {
+        use std::sync::atomic::AtomicBool;
+        extern "C" fn handle(_: libc::c_int) {}
+        let name = Named(format!("pto-reserve-{}", std::process::id()));
+        std::fs::write(Path::new(SHM_DIRECTORY).join(&name.0), b"").unwrap();
+        // SAFETY: a handler that does nothing, for a signal that no other test uses.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = handle as *const () as usize;
+            assert_eq!(libc::sigaction(libc::SIGUSR2, &raw const action, std::ptr::null_mut()), 0);
+        }
+        // SAFETY: names the calling thread.
+        let here = unsafe { libc::pthread_self() };
+        let (over, sent) = (AtomicBool::new(false), AtomicU64::new(0));
+        let made = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::SeqCst) {
+                    // SAFETY: the thread waits for this one below, so it is there.
+                    unsafe { libc::pthread_kill(here, libc::SIGUSR2) };
+                    sent.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            while sent.load(Ordering::SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+            let made = Mapping::named(&name.0, NonZeroUsize::new(64 << 20).unwrap());
+            over.store(true, Ordering::SeqCst);
+            made
+        });
+        assert!(made.unwrap().write((64 << 20) - 1, &[1]));
+        assert!(!SigSet::thread_get_mask().unwrap().contains(nix::sys::signal::Signal::SIGUSR2));
     }
 
     #[test]
