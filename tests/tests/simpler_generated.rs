@@ -10,8 +10,9 @@ use pto_dispatch::{
 };
 use pto_mock::conformance::TestPath;
 use pto_simpler_sys::{
-    Access, Backend, CallableKind, CallableSource, CallableSpec, ChipId, CopySource, CopyTo, DataType, DevicePlace,
-    Effect, EntryArg, EntryValue, Family, Retention, RunOutcome, Shape, TensorArg, TensorPlace,
+    Access, Backend, BuildFailed, CallConfig, CallableKind, CallableSource, CallableSpec, ChipId, CopySource,
+    CopyTo, DataType, DevicePlace, Effect, EntryArg, EntryValue, Family, GraphBuilder, Orchestrator, Retention,
+    RunId, RunOutcome, Shape, TensorArg, TensorPlace,
 };
 use pto_tests::generated::{Bench, Mode, backend, changed, generated, options, register};
 use pto_tests::simpler;
@@ -642,5 +643,27 @@ alone!(a_provider_taken_by_name_only_counts, || {
     let bench = Bench::new(any.path());
     let called = bench.right(1, Mode::OfTheRun);
     assert!(called.domains.is_empty(), "{called:?}");
+    bench.backend.close().unwrap();
+});
+
+alone!(an_entry_gets_no_windows_for_which_there_is_no_room, || {
+    let domain = |call: &str, size: &str| {
+        format!("orch.{call}(name=\"huge\", workers=[0, 1], window_size={size}, buffers=[])")
+    };
+    let program = with_cases(&[
+        ("own", &domain("allocate_domain", "1 << 42")),
+        ("kept", &domain("get_or_allocate_domain", "1 << 42")),
+        ("caught", &format!("try:\n    {}\nexcept MemoryError:\n    pass", domain("allocate_domain", "1 << 62"))),
+    ]);
+    let bench = Bench::with(options(), &[program.path()]);
+    let public = bench.backend.capabilities().retention == Retention::Public;
+    let mut run = 0;
+    for number in if public { 0..2 } else { 0..1 } {
+        let called = case(&bench, &mut run, number, Mode::OfTheRun);
+        let failure = called.failure();
+        assert!(failure.to_string().contains("room for") && !failure.must_reprepare(), "{failure:?}");
+    }
+    let called = case(&bench, &mut run, 2, Mode::OfTheRun);
+    assert!(called.entry.is_ok(), "{called:?}");
     bench.backend.close().unwrap();
 });

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pyo3::exceptions::{PyImportError, PyRuntimeError};
+use pyo3::exceptions::{PyImportError, PyMemoryError, PyRuntimeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -25,7 +25,7 @@ use super::callables::{self, Callable};
 use super::memory::Mapping;
 use super::orchestrator::SimplerOrchestrator;
 use super::shared::Shared;
-use super::{interpreter, result};
+use super::{interpreter, result, room};
 use crate::allocation::DomainAllocation;
 use crate::args::{TensorArg, TensorPlace};
 use crate::backend::FRAMES;
@@ -241,6 +241,15 @@ impl Gate {
     /// Whether domains are kept between runs.
     fn retains(&self) -> PyResult<bool> {
         self.call(|call| Ok(call.host.retains()))
+    }
+
+    /// Raises where there is no room for the windows of a domain that the entry allocates by itself.
+    fn room(&self, ranks: usize, window_size: u64) -> PyResult<()> {
+        self.call(|call| {
+            let capabilities = &call.orchestrator.shared.capabilities;
+            room::check_windows(Call::AllocateDomain, &capabilities.platform, ranks, window_size)
+                .map_err(|error| PyMemoryError::new_err(error.to_string()))
+        })
     }
 
     /// Leases a domain from the host; the runtime's handle of it.

@@ -13,37 +13,74 @@ use crate::request::DomainRequest;
 
 /// What a simulated domain takes besides its windows.
 const HEADER_BYTES: u64 = 4096;
+/// What the runtime exchanges messages with one child process through.
+const MAILBOX_BYTES: u64 = 192 << 10;
 /// Smaller windows are not worth reading the state of the machine's memory.
 const SMALL: u64 = 16 << 20;
 
+/// Where room is looked for.
+#[derive(Clone, Copy)]
+struct Room {
+    shared_memory: fn() -> u64,
+    memory: fn() -> u64,
+}
+
+const MACHINE: Room = Room { shared_memory, memory };
+
 /// Checks that the windows of a new domain can exist.
 pub(crate) fn check(call: Call, platform: &str, request: &DomainRequest) -> Result<(), BackendError> {
-    let ranks = request.workers.len() as u64;
-    let needed = request.window_bytes.checked_mul(ranks).and_then(|n| n.checked_add(HEADER_BYTES));
+    windows(call, platform, request.workers.len(), request.window_bytes, MACHINE)
+}
+
+/// Checks that windows of that size can exist.
+pub(crate) fn check_windows(call: Call, platform: &str, ranks: usize, bytes: u64) -> Result<(), BackendError> {
+    windows(call, platform, ranks, bytes, MACHINE)
+}
+
+/// Checks that so many child processes can be talked to. The runtime writes to its mailboxes without asking: with no
+/// room for them the system ends this very process.
+pub(crate) fn check_processes(call: Call, processes: usize) -> Result<(), BackendError> {
+    mailboxes(call, processes, MACHINE)
+}
+
+fn windows(call: Call, platform: &str, ranks: usize, bytes: u64, room: Room) -> Result<(), BackendError> {
+    let needed = bytes.checked_mul(ranks as u64).and_then(|n| n.checked_add(HEADER_BYTES));
     let needed = needed.filter(|n| i64::try_from(*n).is_ok());
     let failure = |message: String| RuntimeFailure::new(call, "MemoryError", message);
     if platform.ends_with("sim") {
-        let room = || shared_memory().min(memory());
         let full = match needed {
             None => true,
-            Some(needed) => needed > SMALL && needed > room(),
+            Some(needed) => needed > (room.shared_memory)() || (needed > SMALL && needed > (room.memory)()),
         };
         if full {
             let requested_bytes = needed.unwrap_or(u64::MAX);
             let message = format!(
-                "{ranks} window(s) of {} bytes asked for, which simulated chips keep in shared memory; it has room \
-                 for {} bytes",
-                request.window_bytes,
-                room()
+                "{ranks} window(s) of {bytes} bytes asked for, which simulated chips keep in shared memory; it has \
+                 room for {} bytes",
+                (room.shared_memory)().min((room.memory)())
             );
             return Err(failure(message).with_kind(FailureKind::OutOfSharedMemory { requested_bytes }).into());
         }
     } else if needed.is_none() {
-        let requested_bytes = request.window_bytes;
-        let message = format!("{ranks} window(s) of {requested_bytes} bytes are more than the address space");
-        return Err(failure(message).with_kind(FailureKind::OutOfDeviceMemory { requested_bytes }).into());
+        let message = format!("{ranks} window(s) of {bytes} bytes are more than the address space");
+        let kind = FailureKind::OutOfDeviceMemory { requested_bytes: bytes };
+        return Err(failure(message).with_kind(kind).into());
     }
     Ok(())
+}
+
+fn mailboxes(call: Call, processes: usize, room: Room) -> Result<(), BackendError> {
+    let requested_bytes = MAILBOX_BYTES.saturating_mul(processes as u64);
+    let free = (room.shared_memory)();
+    if requested_bytes <= free {
+        return Ok(());
+    }
+    let message = format!(
+        "{processes} child process(es) are talked to through {requested_bytes} bytes of shared memory; it has room for \
+         {free} bytes"
+    );
+    let failure = RuntimeFailure::new(call, "MemoryError", message);
+    Err(failure.with_kind(FailureKind::OutOfSharedMemory { requested_bytes }).into())
 }
 
 /// Bytes that shared memory has room for; without limit where the system does not say.
@@ -84,6 +121,34 @@ mod tests {
         }
         // Only the device knows.
         assert_eq!(kind("a5", 1 << 60), None);
+    }
+
+    #[test]
+    fn windows_of_any_size_are_refused_where_shared_memory_is_full() {
+        let kind = |bytes, room| {
+            windows(Call::AllocateDomain, "a2a3sim", 2, bytes, room).err().map(|e| {
+                let failure = e.runtime().unwrap().clone();
+                (failure.kind, failure.message)
+            })
+        };
+        let full = Room { shared_memory: || 8192, memory: || u64::MAX };
+        let (kind_of, message) = kind(4096, full).unwrap();
+        assert_eq!(kind_of, FailureKind::OutOfSharedMemory { requested_bytes: 3 * 4096 });
+        assert!(message.contains("room for 8192 bytes"), "{message}");
+        assert_eq!(kind(2048, full), None);
+        let exhausted = Room { shared_memory: || u64::MAX, memory: || 0 };
+        assert_eq!(kind(4096, exhausted), None);
+        assert!(kind(SMALL, exhausted).is_some());
+    }
+
+    #[test]
+    fn processes_are_not_started_where_shared_memory_is_full() {
+        let room = Room { shared_memory: || 3 * MAILBOX_BYTES, memory: || u64::MAX };
+        assert!(mailboxes(Call::Start, 3, room).is_ok());
+        let error = mailboxes(Call::Start, 4, room).unwrap_err();
+        let requested_bytes = 4 * MAILBOX_BYTES;
+        assert_eq!(error.runtime().unwrap().kind, FailureKind::OutOfSharedMemory { requested_bytes });
+        assert!(mailboxes(Call::Start, usize::MAX, room).is_err());
     }
 
     #[test]

@@ -10,7 +10,7 @@ use super::entry::support;
 use super::process::StopSignal;
 use super::shared::{Phase, Shared};
 use super::sys::optional;
-use super::{probe, result};
+use super::{probe, result, room};
 use crate::callable::CallableKind;
 use crate::config::CallConfig;
 use crate::error::{BackendError, Call, FailureKind, RuntimeFailure};
@@ -23,6 +23,7 @@ pub(crate) fn start(py: Python<'_>, shared: &Arc<Shared>) -> Result<(), BackendE
     let of_entries = callables.iter().filter_map(|c| c.entry.as_ref()).map(|e| e.sub_workers()).max();
     let sub_workers = shared.options.num_sub_workers.max(of_entries.unwrap_or(0));
     check_callbacks(shared, &callables)?;
+    room::check_processes(call, shared.options.device_ids.len().saturating_add(sub_workers as usize))?;
     let arguments = probe::arguments(py, &shared.options, sub_workers).map_err(failed)?;
     if callables.iter().filter_map(|c| c.entry.as_ref()).any(|e| e.wants_sdma) {
         arguments.set_item("enable_sdma", true).map_err(failed)?;
