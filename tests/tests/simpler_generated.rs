@@ -667,3 +667,49 @@ alone!(an_entry_gets_no_windows_for_which_there_is_no_room, || {
     assert!(called.entry.is_ok(), "{called:?}");
     bench.backend.close().unwrap();
 });
+
+struct Empty;
+
+impl GraphBuilder for Empty {
+    fn build(&mut self, _: &dyn Orchestrator) -> Result<(), BuildFailed> {
+        Ok(())
+    }
+}
+
+alone!(a_domain_that_an_entry_keeps_by_itself_does_not_hold_up_the_end_behind_a_dead_chip, || {
+    let directory = tempfile::tempdir().unwrap();
+    let text = "import os\n\n\ndef install():\n    from simpler import standin\n\n    standin.public()\n    \
+                os.environ[\"PTO_STANDIN_DEAD_PEER_S\"] = \"300\"\n";
+    fs::write(directory.path().join("pto_patient.py"), text).unwrap();
+    let mut options = options();
+    options.python_path.push(directory.path().into());
+    if simpler::Runtime::selected() == simpler::Runtime::StandIn {
+        options.prelude = Some("pto_patient:install".to_owned());
+    }
+    let program = with_cases(&[(
+        "kept",
+        "orch.get_or_allocate_domain(name=\"own\", workers=[0, 1], window_size=64, retain_after_run=True)\nreturn True",
+    )]);
+    let bench = Bench::with(options, &[program.path()]);
+    if bench.backend.capabilities().retention != Retention::Public {
+        println!("skipped: no public retention");
+        return bench.backend.close().unwrap();
+    }
+    let called = bench.call_with(1, Mode::OfTheRun, &bench.args(100), &|_| (), &|| ());
+    assert!(called.submitted.is_ok() && called.entry.is_ok(), "{called:?}");
+    bench.ended(1);
+    let before = std::time::Instant::now();
+    let victim = i32::try_from(bench.backend.chip_processes()[1].1).unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(victim), nix::sys::signal::Signal::SIGKILL).unwrap();
+    // Until its death has been noticed.
+    let mut run = 1;
+    let mut admitted = || {
+        run += 1;
+        bench.backend.submit(RunId(run), &CallConfig::new(), &mut Empty).is_ok()
+    };
+    while admitted() {}
+    println!("close: {:?}", bench.backend.close());
+    // Far from what is right and from what a dead peer costs.
+    assert!(before.elapsed() < std::time::Duration::from_secs(60));
+    bench.backend.close().unwrap();
+});

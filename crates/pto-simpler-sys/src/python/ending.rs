@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 
 use super::shared::Phase;
+use super::sys::optional;
 use super::worker::SimplerBackend;
 use super::{result, start};
 use crate::error::{BackendError, Call, Effect, RuntimeFailure};
@@ -90,7 +91,7 @@ impl SimplerBackend {
         // Closing the worker closes its buffers, and spares the children that are told of each release.
         shared.children.look();
         shared.children.closing();
-        if shared.children.first_death().is_some() && shared.domains.lock().table.values().next().is_some() {
+        if shared.children.first_death().is_some() && self.holds_domains() {
             // A member's death makes an orderly release wait for minutes and then fail; without peers it fails at
             // once.
             shared.children.end_chips();
@@ -155,6 +156,19 @@ impl SimplerBackend {
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// Whether a domain is left: one of ours, or one that a host entry had the runtime keep by itself.
+    fn holds_domains(&self) -> bool {
+        let shared = &*self.shared;
+        if shared.domains.lock().table.values().next().is_some() {
+            return true;
+        }
+        Python::attach(|py| {
+            let worker = shared.worker(py, Call::Close).ok();
+            let live = worker.and_then(|worker| optional(&worker, "live_domains").ok().flatten());
+            live.is_some_and(|live| live.is_truthy().unwrap_or(false))
+        })
     }
 
     /// Makes a start that is under way give up: ends the processes that it has made so far, again and again until it
