@@ -123,3 +123,16 @@ def take():
     global _spent
     spent, _spent = _spent, 0.0
     return spent
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt("asked for its text")
+
+
+def fails_without_text():
+    raise Mute()
+
+
+def fails_with_odd_text():
+    raise RuntimeError("no such file: \udcff.py")

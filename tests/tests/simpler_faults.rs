@@ -348,6 +348,21 @@ alone!(options_that_name_nothing_are_refused_with_what_they_name, || {
     assert_eq!(error.runtime().unwrap().type_name, "SystemExit");
 });
 
+alone!(what_an_exception_says_of_itself_is_kept_whatever_it_is, || {
+    let failure = |prelude: &str| {
+        let error = refused(|o| o.prelude = Some(prelude.to_owned()));
+        let failure = error.runtime().unwrap().clone();
+        let traceback = failure.traceback.clone().unwrap_or_else(|| panic!("no traceback of {failure:?}"));
+        assert!(traceback.contains("pto_preludes.py"), "{traceback}");
+        (failure, traceback)
+    };
+    let (odd, traceback) = failure("pto_preludes:fails_with_odd_text");
+    assert!(odd.message.starts_with("no such file: ") && odd.message.ends_with(".py"), "{odd}");
+    assert!(traceback.contains("no such file: "), "{traceback}");
+    let (mute, _) = failure("pto_preludes:fails_without_text");
+    assert_eq!((&*mute.type_name, &*mute.message), ("Mute", "(no text)"));
+});
+
 alone!(a_virtual_environment_that_is_none_is_named_where_the_runtime_is_missing, || {
     let error = refused(|o| {
         o.python_path.clear();

@@ -5,6 +5,7 @@ use pyo3::exceptions::{
     PyValueError,
 };
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 
 use super::process::Children;
 use crate::error::{BackendError, Call, Effect, FailureKind, RuntimeFailure};
@@ -22,8 +23,9 @@ pub(crate) fn failure(py: Python<'_>, call: Call, error: &PyErr) -> RuntimeFailu
 fn traceback(py: Python<'_>, error: &PyErr) -> PyResult<String> {
     // The frames are not attached to the exception unless Python code has caught it.
     let parts = (error.get_type(py), error.value(py), error.traceback(py));
-    let lines: Vec<String> = py.import("traceback")?.call_method1("format_exception", parts)?.extract()?;
-    Ok(lines.concat())
+    let lines = py.import("traceback")?.call_method1("format_exception", parts)?;
+    // Names of files and messages may hold what is no text elsewhere.
+    lines.try_iter()?.map(|line| Ok(line?.cast_into::<PyString>()?.to_string_lossy().into_owned())).collect()
 }
 
 /// The failure of a call that the runtime validates before it does anything: a complaint about the arguments is the
