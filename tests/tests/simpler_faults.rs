@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests report by panicking")]
 
 use std::collections::BTreeSet;
+use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -361,6 +362,59 @@ alone!(what_an_exception_says_of_itself_is_kept_whatever_it_is, || {
     assert!(traceback.contains("no such file: "), "{traceback}");
     let (mute, _) = failure("pto_preludes:fails_without_text");
     assert_eq!((&*mute.type_name, &*mute.message), ("Mute", "(no text)"));
+});
+
+/// A module whose `wait()` waits until this test lets it go on.
+struct Gate(tempfile::TempDir);
+
+/// Somebody waits at a gate, until this is dropped.
+struct Waiting(std::fs::File);
+
+impl Gate {
+    fn new(module: &str, before: &str, after: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let fifo = directory.path().join("gate");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        // Not to its end: child processes may have its other end, too.
+        let wait = format!("def wait():\n    with open({fifo:?}) as gate:\n        gate.readline()\n");
+        std::fs::write(directory.path().join(format!("{module}.py")), format!("{before}\n\n{wait}\n\n{after}\n"))
+            .unwrap();
+        Self(directory)
+    }
+
+    /// Comes back once somebody waits.
+    fn reached(&self) -> Waiting {
+        Waiting(std::fs::OpenOptions::new().write(true).open(self.0.path().join("gate")).unwrap())
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.write_all(b"\n").unwrap();
+    }
+}
+
+alone!(a_callable_that_is_loaded_while_the_worker_starts_is_refused, || {
+    let gate = Gate::new("pto_slow", "", "wait()\n\ndef task(args):\n    pass");
+    let mut options = options(1, 1);
+    options.python_path.push(gate.0.path().into());
+    let backend = SimplerBackend::new(options).unwrap();
+    let spec = CallableSpec {
+        name: "slow".into(),
+        kind: pto_simpler_sys::CallableKind::Sub,
+        signature: None,
+        source: CallableSource::Import { module: "pto_slow".into(), attribute: "task".into() },
+    };
+    let (sender, _ends) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let registering = scope.spawn(|| backend.register(&spec));
+        let loading = gate.reached();
+        backend.start(Arc::new(Ends(Mutex::new(sender)))).unwrap();
+        drop(loading);
+        // The worker has started without it.
+        misuse(registering.join().unwrap(), Call::Register, "Ready");
+    });
+    backend.close().unwrap();
 });
 
 alone!(a_virtual_environment_that_is_none_is_named_where_the_runtime_is_missing, || {

@@ -37,6 +37,8 @@ impl SimplerBackend {
                     .map(Bound::unbind)
                     .map_err(|e| BackendError::from(result::failure(py, call, &e)))
             })?;
+            // Chip processes that a start forks from now on inherit it; those of one that has begun may not.
+            shared.require(call, &[Phase::New])?;
             return Ok(shared.add_host(object, Arc::new(mapping), nbytes, read_only, None));
         }
         shared.new_host(nbytes, read_only)

@@ -159,7 +159,8 @@ impl Shared {
             return Err(BackendError::misuse(
                 call,
                 format!(
-                    "this backend belongs to process {}, not to its forked child {here}; make one in the child",
+                    "this backend belongs to process {}, not to its forked child {here}; make one in a program that \
+                     the child executes",
                     self.process
                 ),
             ));

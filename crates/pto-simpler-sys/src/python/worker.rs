@@ -215,6 +215,8 @@ impl Backend for SimplerBackend {
         let loaded = Python::attach(|py| callables::load(py, shared, callable))?;
         let limit = shared.capabilities.limits.callables as usize;
         let mut callables = shared.callables.lock();
+        // Loading takes its time. A start that has begun meanwhile has not seen this one, or is about to take the lock.
+        shared.require(call, &[Phase::New])?;
         let count = callables.iter().map(|c| c.count()).sum::<usize>() + loaded.count();
         if count > limit {
             return Err(BackendError::misuse(
