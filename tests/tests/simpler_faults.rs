@@ -417,6 +417,34 @@ alone!(a_callable_that_is_loaded_while_the_worker_starts_is_refused, || {
     backend.close().unwrap();
 });
 
+alone!(a_buffer_released_while_the_worker_closes_is_no_failure_of_the_close, || {
+    if Runtime::selected() == Runtime::Simpler {
+        return println!("skipped: only the stand-in can be held in the middle of its close");
+    }
+    let before = "from simpler import standin\nfrom simpler.worker import State, Worker\n\n\
+                  tear_down, release = Worker._tear_down, Worker.release_buffer\n";
+    let after = "def held(self):\n    wait()\n    return tear_down(self)\n\n\
+                 def strict(self, buffer):\n    assert self._state is State.READY, 'it is being closed'\n    \
+                 return release(self, buffer)\n\n\
+                 def install():\n    standin.public()\n    Worker._tear_down = held\n    \
+                 Worker.release_buffer = strict\n";
+    let gate = Gate::new("pto_held", before, after);
+    let mut options = options(1, 0);
+    options.python_path.push(gate.0.path().into());
+    options.prelude = Some("pto_held:install".to_owned());
+    let bench = Bench::new(options, &[]);
+    // No store takes these.
+    let zeros = bench.backend.create_zeros(4096).unwrap();
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| bench.backend.close());
+        let held = gate.reached();
+        bench.backend.release_buffer(zeros).unwrap();
+        drop(held);
+        closing.join().unwrap().unwrap();
+    });
+    assert_eq!(bench.backend.phase(), BackendPhase::Closed);
+});
+
 alone!(a_virtual_environment_that_is_none_is_named_where_the_runtime_is_missing, || {
     let error = refused(|o| {
         o.python_path.clear();

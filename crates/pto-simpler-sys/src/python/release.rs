@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 
-use super::shared::{HostBuffer, Shared};
+use super::shared::{HostBuffer, Phase, Shared};
 use super::waiter;
 use crate::error::Call;
 
@@ -68,15 +68,21 @@ impl Shared {
     /// Releases what has been waiting for it, unless a run is in flight or somebody holds the build lock (who does
     /// it later). Detached.
     pub(crate) fn drain_deferred(&self) {
-        while !self.deferred.lock().is_empty() && self.runs.in_flight() == 0 {
+        while !self.deferred.lock().is_empty() && self.may_release() {
             let Some(_lock) = self.build_lock.try_acquire() else { return };
             Python::attach(|py| self.release_deferred(py));
         }
     }
 
+    /// Whether the runtime would release a buffer now. A worker that is being closed refuses, and closes its buffers
+    /// itself: whoever closes waits for the build lock first, so nobody who holds it is overtaken.
+    fn may_release(&self) -> bool {
+        self.runs.in_flight() == 0 && self.phase() == Phase::Ready
+    }
+
     /// As above, by a thread that holds the build lock and is attached, outside any callback.
     pub(crate) fn release_deferred(&self, py: Python<'_>) {
-        if self.runs.in_flight() > 0 {
+        if !self.may_release() {
             return;
         }
         // Not all at once where there are many: others wait for the lock.
