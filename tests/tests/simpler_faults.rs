@@ -256,6 +256,13 @@ alone!(a_chip_without_memory_for_a_request_stays_usable, || {
 
 alone!(windows_for_which_there_is_no_room_are_refused_before_a_chip_touches_them, || {
     let bench = Bench::new(options(2, 0), &[]);
+    let before = simpler::shared_memory();
+    let released = bench.backend.create_buffer(12_345).unwrap();
+    bench.backend.release_buffer(released).unwrap();
+    // Kept for the next of its size.
+    let mut kept = simpler::shared_memory();
+    kept.retain(|name, nbytes| !before.contains_key(name) && *nbytes == 12_345);
+    assert_eq!(kept.len(), 1, "{kept:?}");
     let mut reply = DomainAllocation::new();
     for (run, nbytes) in (1..).zip([1u64 << 42, 1 << 63, u64::MAX]) {
         let request = DomainRequest::packed(0..2, vec![NamedBuffer::bytes("huge", nbytes)]);
@@ -270,6 +277,8 @@ alone!(windows_for_which_there_is_no_room_are_refused_before_a_chip_touches_them
         let kind = error.runtime().unwrap().kind;
         assert!(matches!(kind, FailureKind::OutOfSharedMemory { requested_bytes } if requested_bytes > nbytes / 2));
         assert!(!error.must_reprepare(), "{error}");
+        let still = simpler::shared_memory();
+        assert!(!kept.keys().any(|name| still.contains_key(name)), "what released buffers hold makes room");
     }
     bench.run(9, |o| o.allocate_domain("small", &signal_window(2), &mut reply));
     bench.backend.close().unwrap();

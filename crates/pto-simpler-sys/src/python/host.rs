@@ -12,10 +12,10 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use super::memory::Mapping;
-use super::result;
 use super::shared::{HostBuffer, Phase, Shared, unknown};
 use super::views::Views;
 use super::worker::SimplerBackend;
+use super::{result, room};
 use crate::error::{BackendError, Call, FailureKind, RuntimeFailure};
 use crate::ids::HostBufferId;
 
@@ -131,6 +131,7 @@ impl Shared {
         nbytes: u64,
     ) -> Result<Reserved, BackendError> {
         let len = length(call, nbytes)?;
+        room::check_buffer(call, nbytes)?;
         let buffer = self.api.create_buffer(worker, nbytes).map_err(|e| result::host_allocation(py, &e, nbytes))?;
         let name =
             || -> PyResult<String> { buffer.getattr(intern!(py, "shm"))?.getattr(intern!(py, "name"))?.extract() };

@@ -95,7 +95,10 @@ impl<'a> SimplerOrchestrator<'a> {
                 ),
             ));
         }
-        room::check(call, &self.shared.capabilities.platform, request)
+        room::check(call, &self.shared.capabilities.platform, request).inspect_err(|_| {
+            // What released buffers hold may be what is missing next time.
+            self.shared.empty_store();
+        })
     }
 
     /// Puts a domain that the runtime has just returned into the table.

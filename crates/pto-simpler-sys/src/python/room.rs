@@ -1,4 +1,4 @@
-//! Whether there is room for windows, which the runtime does not ask before it touches them.
+//! Whether there is room for what the runtime, or a reservation, does not ask about before it touches it.
 //!
 //! Simulated chips have their windows in shared memory and fill them at once: with too little of it a chip process is
 //! ended by the system in the middle of the allocation, and so may be anybody else.
@@ -25,6 +25,12 @@ struct Room {
     memory: fn() -> u64,
 }
 
+impl Room {
+    fn has(self, nbytes: u64) -> bool {
+        nbytes <= (self.shared_memory)() && (nbytes <= SMALL || nbytes <= (self.memory)())
+    }
+}
+
 const MACHINE: Room = Room { shared_memory, memory };
 
 /// Checks that the windows of a new domain can exist.
@@ -43,16 +49,18 @@ pub(crate) fn check_processes(call: Call, processes: usize) -> Result<(), Backen
     mailboxes(call, processes, MACHINE)
 }
 
+/// Checks that a host buffer can be reserved. Reserving one that cannot takes all memory that there is first, and
+/// whoever the system then ends for it is mostly this very process.
+pub(crate) fn check_buffer(call: Call, nbytes: u64) -> Result<(), BackendError> {
+    buffer(call, nbytes, MACHINE)
+}
+
 fn windows(call: Call, platform: &str, ranks: usize, bytes: u64, room: Room) -> Result<(), BackendError> {
     let needed = bytes.checked_mul(ranks as u64).and_then(|n| n.checked_add(HEADER_BYTES));
     let needed = needed.filter(|n| i64::try_from(*n).is_ok());
     let failure = |message: String| RuntimeFailure::new(call, "MemoryError", message);
     if platform.ends_with("sim") {
-        let full = match needed {
-            None => true,
-            Some(needed) => needed > (room.shared_memory)() || (needed > SMALL && needed > (room.memory)()),
-        };
-        if full {
+        if needed.is_none_or(|needed| !room.has(needed)) {
             let requested_bytes = needed.unwrap_or(u64::MAX);
             let message = format!(
                 "{ranks} window(s) of {bytes} bytes asked for, which simulated chips keep in shared memory; it has \
@@ -67,6 +75,16 @@ fn windows(call: Call, platform: &str, ranks: usize, bytes: u64, room: Room) -> 
         return Err(failure(message).with_kind(kind).into());
     }
     Ok(())
+}
+
+fn buffer(call: Call, nbytes: u64, room: Room) -> Result<(), BackendError> {
+    if room.has(nbytes) {
+        return Ok(());
+    }
+    let free = (room.shared_memory)().min((room.memory)());
+    let message = format!("{nbytes} bytes of shared memory asked for; it has room for {free} bytes");
+    let failure = RuntimeFailure::new(call, "MemoryError", message);
+    Err(failure.with_kind(FailureKind::OutOfSharedMemory { requested_bytes: nbytes }).into())
 }
 
 fn mailboxes(call: Call, processes: usize, room: Room) -> Result<(), BackendError> {
@@ -139,6 +157,16 @@ mod tests {
         let exhausted = Room { shared_memory: || u64::MAX, memory: || 0 };
         assert_eq!(kind(4096, exhausted), None);
         assert!(kind(SMALL, exhausted).is_some());
+    }
+
+    #[test]
+    fn host_buffers_that_would_take_all_memory_are_refused_before_they_take_any() {
+        let kind = |nbytes, room| buffer(Call::CreateBuffer, nbytes, room).err().map(|e| e.runtime().unwrap().kind);
+        let refused = |requested_bytes| Some(FailureKind::OutOfSharedMemory { requested_bytes });
+        let full = Room { shared_memory: || 8192, memory: || u64::MAX };
+        assert_eq!((kind(8192, full), kind(8193, full)), (None, refused(8193)));
+        let exhausted = Room { shared_memory: || u64::MAX, memory: || 2 * SMALL };
+        assert_eq!((kind(2 * SMALL, exhausted), kind(2 * SMALL + 1, exhausted)), (None, refused(2 * SMALL + 1)));
     }
 
     #[test]
