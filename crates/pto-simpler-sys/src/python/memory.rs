@@ -156,8 +156,8 @@ impl Mapping {
     }
 }
 
-/// Gives a file all its pages. On Linux before 6.13, a signal that the host program handles makes the system give back
-/// what it has reserved so far, so with a timer a large reservation might never come to its end: signals wait meanwhile.
+/// Gives a file all its pages. On kernels that let a handled signal interrupt this, what is reserved so far is given
+/// back, so with a timer in the host program a large reservation might never come to its end: signals wait meanwhile.
 fn reserve(file: &File, len: NonZeroUsize) -> Result<(), Errno> {
     let size = i64::try_from(len.get()).map_err(|_| Errno::EFBIG)?;
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
@@ -283,11 +283,11 @@ mod tests {
             while sent.load(Ordering::SeqCst) == 0 {
                 std::thread::yield_now();
             }
-            let made = Mapping::named(&name.0, NonZeroUsize::new(64 << 20).unwrap());
+            let made = Mapping::named(&name.0, NonZeroUsize::new(16 << 20).unwrap());
             over.store(true, Ordering::SeqCst);
             made
         });
-        assert!(made.unwrap().write((64 << 20) - 1, &[1]));
+        assert!(made.unwrap().write((16 << 20) - 1, &[1]));
         assert!(!SigSet::thread_get_mask().unwrap().contains(nix::sys::signal::Signal::SIGUSR2));
     }
 

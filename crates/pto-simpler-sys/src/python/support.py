@@ -185,14 +185,16 @@ def _assemble(folder, prefix, platform):
     children = []
     for kernel in config.KERNELS:
         options = {}
-        if "pto/" in Path(kernel["source"]).read_text(errors="replace"):
+        # The compiler for chips wants them always, and a source from elsewhere may include them by way of its headers.
+        plain = platform.endswith("sim") and not kernel.get("external")
+        if not plain or "pto/" in Path(kernel["source"]).read_text(errors="replace"):
             from simpler_setup.pto_isa import ensure_pto_isa_root
 
             options["pto_isa_root"] = ensure_pto_isa_root()
         binary = compiler.compile_incore(
             kernel["source"],
             core_type=kernel["core_type"],
-            extra_include_dirs=include + list(kernel.get("include_dirs", ())),
+            extra_include_dirs=include + list(kernel.get("extra_include_dirs") or ()),
             **options,
         )
         if not platform.endswith("sim"):

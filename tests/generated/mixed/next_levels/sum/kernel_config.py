@@ -20,8 +20,9 @@ KERNELS = [
     {
         "func_id": 0,
         "name": "allreduce",
-        "source": os.path.join(os.environ["PTO_TEST_KERNELS"], "allreduce.cpp"),
+        "source": str(_ROOT_DIR / "kernels" / "sum.cpp"),
         "core_type": "aiv",
+        "extra_include_dirs": [os.environ["PTO_TEST_KERNELS"]],
         "signature": [_D.IN, _D.OUT],
     },
 ]

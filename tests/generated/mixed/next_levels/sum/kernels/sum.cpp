@@ -1,0 +1,2 @@
+// A kernel of elsewhere, found through `extra_include_dirs`.
+#include "allreduce.cpp"
