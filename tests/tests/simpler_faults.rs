@@ -280,6 +280,9 @@ alone!(windows_for_which_there_is_no_room_are_refused_before_a_chip_touches_them
         let still = simpler::shared_memory();
         assert!(!kept.keys().any(|name| still.contains_key(name)), "what released buffers hold makes room");
     }
+    // Refused by us, and not by a reservation that failed half way.
+    let error = bench.backend.create_buffer(1 << 42).unwrap_err();
+    assert!(error.to_string().contains("room for") && !error.must_reprepare(), "{error}");
     bench.run(9, |o| o.allocate_domain("small", &signal_window(2), &mut reply));
     bench.backend.close().unwrap();
 });

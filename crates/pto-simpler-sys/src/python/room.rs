@@ -58,21 +58,15 @@ pub(crate) fn check_buffer(call: Call, nbytes: u64) -> Result<(), BackendError> 
 fn windows(call: Call, platform: &str, ranks: usize, bytes: u64, room: Room) -> Result<(), BackendError> {
     let needed = bytes.checked_mul(ranks as u64).and_then(|n| n.checked_add(HEADER_BYTES));
     let needed = needed.filter(|n| i64::try_from(*n).is_ok());
-    let failure = |message: String| RuntimeFailure::new(call, "MemoryError", message);
     if platform.ends_with("sim") {
         if needed.is_none_or(|needed| !room.has(needed)) {
-            let requested_bytes = needed.unwrap_or(u64::MAX);
-            let message = format!(
-                "{ranks} window(s) of {bytes} bytes asked for, which simulated chips keep in shared memory; it has \
-                 room for {} bytes",
-                (room.shared_memory)().min((room.memory)())
-            );
-            return Err(failure(message).with_kind(FailureKind::OutOfSharedMemory { requested_bytes }).into());
+            let what = format!("{ranks} window(s) of {bytes} bytes, which simulated chips keep in shared memory");
+            return Err(no_room(call, &what, needed.unwrap_or(u64::MAX), room));
         }
     } else if needed.is_none() {
         let message = format!("{ranks} window(s) of {bytes} bytes are more than the address space");
         let kind = FailureKind::OutOfDeviceMemory { requested_bytes: bytes };
-        return Err(failure(message).with_kind(kind).into());
+        return Err(RuntimeFailure::new(call, "MemoryError", message).with_kind(kind).into());
     }
     Ok(())
 }
@@ -81,24 +75,24 @@ fn buffer(call: Call, nbytes: u64, room: Room) -> Result<(), BackendError> {
     if room.has(nbytes) {
         return Ok(());
     }
-    let free = (room.shared_memory)().min((room.memory)());
-    let message = format!("{nbytes} bytes of shared memory asked for; it has room for {free} bytes");
-    let failure = RuntimeFailure::new(call, "MemoryError", message);
-    Err(failure.with_kind(FailureKind::OutOfSharedMemory { requested_bytes: nbytes }).into())
+    Err(no_room(call, &format!("a host buffer of {nbytes} bytes"), nbytes, room))
 }
 
 fn mailboxes(call: Call, processes: usize, room: Room) -> Result<(), BackendError> {
-    let requested_bytes = MAILBOX_BYTES.saturating_mul(processes as u64);
-    let free = (room.shared_memory)();
-    if requested_bytes <= free {
+    let needed = MAILBOX_BYTES.saturating_mul(processes as u64);
+    if room.has(needed) {
         return Ok(());
     }
-    let message = format!(
-        "{processes} child process(es) are talked to through {requested_bytes} bytes of shared memory; it has room for \
-         {free} bytes"
-    );
-    let failure = RuntimeFailure::new(call, "MemoryError", message);
-    Err(failure.with_kind(FailureKind::OutOfSharedMemory { requested_bytes }).into())
+    let what = format!("{needed} bytes, through which the runtime talks to {processes} child process(es)");
+    Err(no_room(call, &what, needed, room))
+}
+
+fn no_room(call: Call, what: &str, requested_bytes: u64, room: Room) -> BackendError {
+    let free = (room.shared_memory)().min((room.memory)());
+    let message = format!("asked for {what}; shared memory has room for {free} bytes");
+    RuntimeFailure::new(call, "MemoryError", message)
+        .with_kind(FailureKind::OutOfSharedMemory { requested_bytes })
+        .into()
 }
 
 /// Bytes that shared memory has room for; without limit where the system does not say.
